@@ -1,0 +1,1 @@
+"""What client and server must agree on: configuration, formats, mechanism, accounting, assets, model."""

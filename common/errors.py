@@ -1,0 +1,43 @@
+"""Problems that the person in front of the screen can fix.
+
+Everything that bad input, a missing asset or a refused release can cause is a `DpmergeError`: a stable code, one sentence, one
+fix. `docs/errors.md` has a paragraph per code, and a test compares the two. Anything else that escapes is a defect.
+"""
+
+CODES = {
+    "DPM-101": "configuration cannot be read",
+    "DPM-102": "configuration key unknown",
+    "DPM-103": "configuration value refused",
+    "DPM-104": "unknown task, method or model name",
+    "DPM-201": "asset missing",
+    "DPM-202": "asset corrupted",
+    "DPM-203": "private data cannot be read",
+    "DPM-204": "base model cannot be used",
+    "DPM-301": "output folder in the way",
+    "DPM-302": "resume refused",
+    "DPM-401": "release refused",
+    "DPM-402": "releases cannot be merged",
+    "DPM-403": "no release to merge",
+    "DPM-501": "privacy target cannot be met",
+    "DPM-502": "training cannot be made private",
+    "DPM-503": "training moved nothing",
+    "DPM-504": "ledger refuses",
+    "DPM-599": "party failed for a reason kept at the party",
+}
+
+
+class DpmergeError(Exception):
+    """A refusal with a stable code, one sentence that names what and where, and one fix.
+
+    >>> print(DpmergeError("DPM-103", "lora.rank = 0 is not a positive integer", "choose a rank of at least 1"))
+    DPM-103: lora.rank = 0 is not a positive integer; choose a rank of at least 1
+    """
+
+    def __init__(self, code: str, problem: str, fix: str) -> None:
+        if code not in CODES:
+            raise ValueError(f"Expected code={code!r} to be one of {sorted(CODES)}.")
+        super().__init__(f"{code}: {problem}; {fix}")
+        self.code, self.problem, self.fix = code, problem, fix
+
+    def __reduce__(self) -> tuple[type["DpmergeError"], tuple[str, str, str]]:
+        return DpmergeError, (self.code, self.problem, self.fix)  # survives the trip between Ray's processes

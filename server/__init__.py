@@ -1,0 +1,1 @@
+"""What runs on the server: intake, merging, evaluation. It may read every byte that it receives."""
