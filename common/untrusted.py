@@ -1,0 +1,128 @@
+"""Reading bytes that somebody else wrote: size and shape checks before any parser runs, and one word per refusal.
+
+A safetensors file begins with eight bytes that state the length of a JSON header. Both are checked here first, so that
+a header of 100 MB, a repeated key, NaN or a thousand brackets never reach a parser. Nothing reads a pickle.
+"""
+
+import json
+import re
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from torch import Tensor
+
+from dpmerge.common.errors import DpmergeError
+
+MAX_JSON_BYTES = 1 << 20
+MAX_JSON_DEPTH = 32
+MAX_HEADER_BYTES = 1 << 20  # a 7-target adapter of an 80-layer model needs 200 kB
+
+REASONS = {
+    "path": "a file or party name that is not a plain name",
+    "unknown-party": "a party that the federation does not list",
+    "party-mismatch": "the files speak of another party than the one that sent them",
+    "second-release": "other bytes than this party's accepted release",
+    "pickle": "a pickled file; only safetensors and JSON are read",
+    "unknown-file": "a file that is no part of the format",
+    "missing-file": "a required file is not there",
+    "size": "more bytes than the limit",
+    "json": "not a plain JSON object: unreadable, nested too deeply, a repeated key, NaN",
+    "header-too-large": "a safetensors header above the limit",
+    "truncated": "a safetensors file whose bytes do not match its header",
+    "config": "an adapter setting that differs from the federation's",
+    "base-mismatch": "trained on another base model",
+    "unknown-key": "a tensor that the federation's adapter does not have",
+    "missing-key": "a tensor of the federation's adapter is not there",
+    "dtype": "a tensor that is not fp32",
+    "shape": "a tensor of another shape than the federation's",
+    "non-finite": "NaN or infinity in a tensor",
+    "shared-a": "a frozen, shared A that is not the federation's, bit for bit",
+    "norm": "a weight change, or a head, larger than the stated bound",
+    "head": "a head whose kind, labels or values differ from the federation's",
+    "statement-inconsistent": "the statement's numbers do not reproduce its epsilon",
+    "statement-terms": "a mechanism other than the agreed one",
+    "epsilon-above-plan": "more epsilon than the agreed bound",
+}
+
+
+class ReleaseRefused(DpmergeError):
+    """A DPM-401 whose `reason` is a stable word of `REASONS`, for the party and for programs.
+
+    >>> print(ReleaseRefused("pickle", "shop: adapter_model.bin", "save the adapter as safetensors"))
+    DPM-401: shop: adapter_model.bin [pickle]; save the adapter as safetensors
+    """
+
+    def __init__(self, reason: str, problem: str, fix: str) -> None:
+        if reason not in REASONS:
+            raise ValueError(f"Expected reason={reason!r} to be one of {sorted(REASONS)}.")
+        super().__init__("DPM-401", f"{problem} [{reason}]", fix)
+        self.reason, self._arguments = reason, (reason, problem, fix)
+
+    def __reduce__(self) -> tuple[type["ReleaseRefused"], tuple[str, str, str]]:
+        return ReleaseRefused, self._arguments
+
+
+def parse_json(data: bytes, origin: str) -> dict[str, Any]:
+    """Parse a small JSON object; repeated keys, NaN and deep nesting are refused before they can do harm."""
+    if len(data) > MAX_JSON_BYTES:
+        raise ReleaseRefused("size", f"{origin}: {len(data)} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
+    try:
+        text = data.decode()
+        _check_depth(text)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except ValueError as error:
+        raise ReleaseRefused("json", f"{origin}: {error}", "send the file as dpmerge wrote it") from error
+    if not isinstance(value, dict):
+        raise ReleaseRefused("json", f"{origin}: not an object", "send the file as dpmerge wrote it")
+    return value
+
+
+def parse_tensors(
+    data: bytes, origin: str, dtypes: Collection[str] = ("F32",)
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parse a safetensors file: (tensors by sorted key, metadata).
+
+    The length and the JSON of the header are checked before the parser sees them; then keys, dtypes and values.
+    """
+    fix = "send the file as dpmerge wrote it"
+    length = int.from_bytes(data[:8], "little")
+    if len(data) >= 8 and length > MAX_HEADER_BYTES:
+        raise ReleaseRefused("header-too-large", f"{origin}: header of {length} bytes", fix)
+    if len(data) < 8 + length:
+        raise ReleaseRefused("truncated", f"{origin}: {len(data)} bytes", fix)
+    header = parse_json(data[8 : 8 + length], origin)
+    metadata = header.pop("__metadata__", {})
+    for key, entry in header.items():
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if dtype not in dtypes:
+            raise ReleaseRefused("dtype", f"{origin}: {key} is {dtype}", f"store it as {' or '.join(dtypes)}")
+    try:
+        tensors = load_tensors(data)
+    except SafetensorError as error:
+        raise ReleaseRefused("truncated", f"{origin}: {error}", fix) from error
+    for key, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ReleaseRefused("non-finite", f"{origin}: {key}", "find out why training diverged")
+    return {key: tensors[key] for key in sorted(tensors)}, metadata
+
+
+def _check_depth(text: str) -> None:
+    depth = 0
+    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text, re.DOTALL):
+        depth += 1 if token[0] in "[{" else -1 if token[0] in "]}" else 0
+        if depth > MAX_JSON_DEPTH:
+            raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a repeated key")
+    return value
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON number")
