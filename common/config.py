@@ -1,0 +1,320 @@
+"""A federation file, and what each party has to do according to it.
+
+`load_federation` reads TOML into frozen sections; `party_plan` resolves what holds for one party: its overrides, its own
+ε, the declared population of its data. A plan is all that a party is sent; a resumed run compares its fingerprint.
+
+>>> federation = parse_federation(
+...     '''
+...     [base]
+...     model = "minilm-l6"
+...     [training]
+...     expected_batch_size = 100
+...     [[party]]
+...     name = "shop"
+...     data = "reviews.csv"
+...     labels = { "1" = "a bad product", "5" = "a great product" }
+...     population = 3000
+...     epsilon = 2
+...     ''',
+...     "shop.toml",
+... )
+>>> plan = party_plan(federation, "shop")
+>>> plan.privacy.epsilon, plan.privacy.population, plan.training.expected_batch_size
+(2.0, 3000, 100)
+"""
+
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import rfc8785
+
+from dpmerge.common.config_rules import Refused, build, closest, unknown_key
+from dpmerge.common.config_sections import (
+    BaseSettings,
+    LoraSettings,
+    MergeSettings,
+    PartySettings,
+    PrivacySettings,
+    RunSettings,
+    TrainingSettings,
+)
+from dpmerge.common.errors import DpmergeError
+
+__all__ = [
+    "BaseSettings",
+    "Federation",
+    "FileSource",
+    "LoraSettings",
+    "MergeSettings",
+    "PartyPlan",
+    "PartySettings",
+    "PrivacySettings",
+    "RunSettings",
+    "TaskSource",
+    "TrainingSettings",
+    "load_federation",
+    "parse_federation",
+    "party_plan",
+    "plan_from_dict",
+]
+
+SECTIONS: dict[str, type[Any]] = {
+    cls.section: cls
+    for cls in (RunSettings, BaseSettings, LoraSettings, TrainingSettings, PrivacySettings, MergeSettings)
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """A whole federation file, checked: if it exists, every party has a valid plan.
+
+    Args:
+        folder: Where relative data paths start; not part of what `to_dict` gives.
+    """
+
+    section: ClassVar[str] = ""
+    base: BaseSettings
+    parties: tuple[PartySettings, ...]
+    run: RunSettings = field(default_factory=RunSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    merge: MergeSettings = field(default_factory=MergeSettings)
+    folder: Path = field(default_factory=Path)
+
+    def __post_init__(self) -> None:
+        if not self.parties:
+            raise Refused("", "party", None, "is missing", "describe each organisation in a [[party]] table")
+        names = [party.name for party in self.parties]
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise Refused(f"party[{index}]", "name", name, "is taken by another party", "give each its own name")
+            _resolve(self, index)
+
+    def to_dict(self) -> dict[str, object]:
+        """The federation as JSON-able tables, in the layout of the file; settings that are absent stay absent."""
+        tables = {name: _plain(getattr(self, name)) for name in SECTIONS}
+        return tables | {"party": [_plain(party) for party in self.parties]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskSource:
+    """Records from the public registry."""
+
+    task: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource:
+    """A party's own records: absolute paths (a folder may end in "::split"), columns, labels and their descriptions."""
+
+    path: str
+    text: str
+    label: str
+    labels: Mapping[str, str]
+    test: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartyPlan:
+    """All that one party needs to know to train and release.
+
+    `privacy.population` is always set; `privacy.epsilon` is set exactly when `privacy.private`.
+    """
+
+    party: str
+    base: BaseSettings
+    lora: LoraSettings
+    training: TrainingSettings
+    privacy: PrivacySettings
+    source: TaskSource | FileSource
+    seed: int
+
+    def to_dict(self) -> dict[str, object]:
+        """The plan as JSON-able tables; `plan_from_dict` is the way back."""
+        return {key.name: _plain(getattr(self, key.name)) for key in fields(self)}
+
+    def fingerprint(self) -> str:
+        """SHA-256 (64 hex digits) of the plan's canonical JSON (RFC 8785): equal plans, equal fingerprints."""
+        return hashlib.sha256(rfc8785.dumps(self.to_dict())).hexdigest()  # type: ignore[arg-type]  # JSON-able by construction
+
+
+def load_federation(path: Path | str) -> Federation:
+    """Read a federation file; relative data paths start at its folder.
+
+    Raises:
+        DpmergeError: DPM-101 unreadable or not TOML, DPM-102 unknown key, DPM-103 refused value, DPM-104 unknown name,
+            DPM-203 a data file that does not exist.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
+        fix = "check the path, or write a first one with `dpmerge config init`"
+        raise DpmergeError("DPM-101", f"{path} cannot be read: {reason}", fix) from None
+    federation = parse_federation(text, str(path), folder=path.parent)
+    _check_files(federation, str(path))
+    return federation
+
+
+def parse_federation(text: str, where: str, *, folder: Path = Path()) -> Federation:
+    """Read the text of a federation file without touching the disk.
+
+    Args:
+        text: TOML.
+        where: What errors call the file.
+        folder: Where relative data paths start.
+
+    Raises:
+        DpmergeError: As `load_federation`, except for files that do not exist.
+    """
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise DpmergeError("DPM-101", f"{where} is not TOML: {problem}", "correct the line; see toml.io") from None
+    with _placed_in(where):
+        for key in tables:
+            if key not in SECTIONS and key != "party":
+                raise unknown_key("", key, [*SECTIONS, "party"])
+        sections = {name: build(cls, tables.get(name, {}), name) for name, cls in SECTIONS.items()}
+        parties = tables.get("party", [])
+        if not isinstance(parties, list):
+            raise Refused("", "party", None, "is not a list of tables", "write [[party]], with two brackets")
+        built = tuple(build(PartySettings, table, f"party[{index}]") for index, table in enumerate(parties))
+        return Federation(**sections, parties=built, folder=folder)
+
+
+def party_plan(federation: Federation, name: str) -> PartyPlan:
+    """What holds for the party `name`: its overrides over the federation's defaults.
+
+    Raises:
+        DpmergeError: DPM-104 if there is no such party.
+    """
+    names = [party.name for party in federation.parties]
+    if name not in names:
+        fix = f"use one of {', '.join(names)}{closest(name, names)}"
+        raise DpmergeError("DPM-104", f"party {name!r} is not in this federation", fix)
+    return _resolve(federation, names.index(name))
+
+
+def plan_from_dict(tables: Mapping[str, Any]) -> PartyPlan:
+    """The plan that `PartyPlan.to_dict` wrote, checked again.
+
+    Raises:
+        DpmergeError: DPM-102 or DPM-103 if it is not one.
+    """
+    with _placed_in("the party's plan"):
+        sections = {name: build(SECTIONS[name], tables[name], name) for name in ("base", "lora", "training", "privacy")}
+        source = tables["source"]
+        kind: type[TaskSource | FileSource] = TaskSource if "task" in source else FileSource
+        return PartyPlan(party=tables["party"], seed=tables["seed"], source=build(kind, source, "source"), **sections)
+
+
+@contextmanager
+def _placed_in(where: str) -> Iterator[None]:
+    """Name the file in every refusal raised inside."""
+    try:
+        yield
+    except Refused as refusal:
+        raise refusal.at(refusal.section, where) from None
+
+
+def _resolve(federation: Federation, index: int) -> PartyPlan:
+    party, section = federation.parties[index], f"party[{index}]"
+    try:
+        training = replace(federation.training, **party.training)
+    except Refused as refusal:
+        raise refusal.at(f"{section}.training") from None
+    privacy = _resolve_privacy(federation, party, section)
+    batch, population = training.expected_batch_size, privacy.population
+    if population is not None and batch > population:
+        place = f"{section}.training" if "expected_batch_size" in party.training else "training"
+        complaint = f"exceeds the declared population {population} of party {party.name}"
+        raise Refused(place, "expected_batch_size", batch, complaint, "sample at most the population per step")
+    return PartyPlan(
+        party=party.name,
+        base=federation.base,
+        lora=federation.lora,
+        training=training,
+        privacy=privacy,
+        source=_source(party, federation.folder),
+        seed=federation.run.seed,
+    )
+
+
+def _resolve_privacy(federation: Federation, party: PartySettings, section: str) -> PrivacySettings:
+    """The party's own words first; a stated ε means private, and private = false drops an inherited ε."""
+    own: dict[str, Any] = dict(party.privacy)
+    own |= {key: party.stated(key) for key in ("private", "epsilon", "population") if party.stated(key) is not None}
+    if own.get("private") is False:
+        own["epsilon"] = None
+    elif "epsilon" in own:
+        own["private"] = True
+    if "population" not in own and party.task is not None:
+        own["population"] = _declared_population(party.task, section)
+    try:
+        privacy = replace(federation.privacy, **own)
+    except Refused as refusal:
+        raise refusal.at(f"{section}.privacy") from None
+    if privacy.private and privacy.epsilon is None:
+        fix = "state a privacy budget, for example epsilon = 3.0, here or in [privacy], or say private = false"
+        raise Refused(section, "epsilon", None, "is missing", fix)
+    if privacy.population is None:
+        fix = (
+            "declare the public, rounded size of the data, for example population = 3000; it is never read off the file"
+        )
+        raise Refused(section, "population", None, "is missing", fix)
+    return privacy
+
+
+def _declared_population(task: str, section: str) -> int:
+    from dpmerge.common.tasks import TASKS  # here, so that a site with its own data does not read the registry
+
+    if task not in TASKS:
+        fix = f"use one of {', '.join(TASKS)}{closest(task, list(TASKS))}, or give your own data"
+        raise Refused(section, "task", task, "is not in the registry", fix, code="DPM-104")
+    return TASKS[task].population
+
+
+def _source(party: PartySettings, folder: Path) -> TaskSource | FileSource:
+    if party.task is not None:
+        return TaskSource(task=party.task)
+    if party.data is None or party.labels is None:
+        raise ValueError(f"Expected party={party.name!r} to have a task, or data with labels.")
+    return FileSource(
+        path=_absolute(folder, party.data),
+        text=party.text or "text",
+        label=party.label or "label",
+        labels=party.labels,
+        test=_absolute(folder, party.test) if party.test else None,
+    )
+
+
+def _absolute(folder: Path, path: str) -> str:
+    return str((folder / Path(path).expanduser()).absolute())
+
+
+def _check_files(federation: Federation, where: str) -> None:
+    """Refuse a path that leads nowhere now, rather than in the middle of a run."""
+    for index, party in enumerate(federation.parties):
+        for key in ("data", "test"):
+            path = getattr(party, key)
+            if path and not Path(_absolute(federation.folder, path).partition("::")[0]).exists():
+                fix = "correct the path; it starts at the folder of the federation file"
+                raise Refused(f"party[{index}]", key, path, "does not exist", fix, code="DPM-203", where=where)
+
+
+def _plain(value: Any) -> Any:
+    """Tables, lists and plain values, without what is absent or empty."""
+    if isinstance(value, tuple):
+        return list(value)
+    if not hasattr(value, "__dataclass_fields__"):
+        return value
+    pairs = asdict(value).items()
+    return {key: _plain(item) for key, item in pairs if item is not None and item != {}}
