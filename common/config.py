@@ -1,7 +1,7 @@
 """A federation file, and what each party has to do according to it.
 
-`load_federation` reads TOML into frozen sections; `party_plan` resolves what holds for one party: its overrides, its own
-ε, the declared population of its data. A plan is all that a party is sent; a resumed run compares its fingerprint.
+`load_federation` reads TOML into frozen sections; `party_plan` resolves what holds for one party: its overrides, its
+own ε, the declared population of its data. A plan is all that a party is sent; a resumed run compares its fingerprint.
 
 >>> federation = parse_federation(
 ...     '''

@@ -204,9 +204,9 @@ class MergeSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         takes = MERGE_PARAMETERS[self.method]
-        stated = {"coefficient": self.coefficient, "density": self.density, "rank": self.rank}
-        for key, value in stated.items():
-            if value is not None and key not in takes:
+        for key in ("coefficient", "density", "semantics", "rank"):
+            value, default = getattr(self, key), getattr(type(self), key)
+            if value != default and key not in takes:
                 raise Refused(self.section, key, value, f"is not a parameter of {self.method}", f"remove {key}")
         if self.method == "task-arithmetic" and self.coefficient is None:
             fix = "state the factor on the sum, for example coefficient = 0.5"
