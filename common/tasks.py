@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from dpmerge.common.assets import asset_folder
 from dpmerge.common.errors import DpmergeError
 
 MAX_CHARACTERS = 3000  # more than 512 tokens hold; keeps long mails from costing time in the tokenizer
+MAX_MAIL_BYTES = 20_000  # the rest is attachments, or markup beyond what is kept
 
 
 @dataclass(frozen=True)
@@ -110,17 +112,22 @@ def split(rows: Iterable[tuple[str, str]], class_names: list[str], max_records: 
     return TaskData(train, test)
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """Yield lines of a text file; some sources hold a few bytes that are not UTF-8."""
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        yield from stream
+
+
 def _read_trec6(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield questions of `question_labels.txt`: lines such as `HUM:ind Who wrote … ?`."""
-    for line in (folder / "question_labels.txt").read_text(encoding="utf-8", errors="replace").splitlines():
-        kind, _, question = line.strip().partition(" ")
+    for line in _lines(folder / "question_labels.txt"):
+        kind, _, question = line.partition(" ")
         yield question, kind.partition(":")[0]
 
 
 def _read_ratings(folder: Path, *, stem: str) -> Iterator[tuple[str, str]]:
     """Yield VADER snippets by the mean of twenty human ratings in [-4, 4]; `neutral` is nearer to zero than 0.5."""
-    path = folder / "hutto_ICWSM_2014" / f"{stem}_GroundTruth.txt"
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+    for line in islice(_lines(folder / "hutto_ICWSM_2014" / f"{stem}_GroundTruth.txt"), 1, None):
         _, rating, text = line.split("\t", 2)
         score = float(rating)
         yield html.unescape(text), "positive" if score >= 0.5 else "negative" if score <= -0.5 else "neutral"
@@ -142,7 +149,7 @@ def _read_folders(folder: Path) -> Iterator[tuple[str, str]]:
 def _read_mail(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield subject and first text part of each mail, without markup."""
     for path in sorted(folder.glob("*/*.txt")):
-        message = email.message_from_bytes(path.read_bytes())
+        message = email.message_from_bytes(path.read_bytes()[:MAX_MAIL_BYTES])
         parts = (part for part in message.walk() if part.get_content_maintype() == "text")
         payload = next((part.get_payload(decode=True) for part in parts), None)
         body = payload.decode("latin-1") if isinstance(payload, bytes) else ""
@@ -152,7 +159,7 @@ def _read_mail(folder: Path) -> Iterator[tuple[str, str]]:
 
 def _read_newsgroups(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield posts of Orange's tab file: a line of names, two of types, then class and text."""
-    for line in (folder / "20newsgroups-train.tab").read_text(encoding="utf-8").splitlines()[3:]:
+    for line in islice(_lines(folder / "20newsgroups-train.tab"), 3, None):
         class_name, _, text = line.partition("\t")
         yield text, class_name
 
