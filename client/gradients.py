@@ -1,0 +1,334 @@
+"""Exact per-example gradients in one backward pass, and the flat vector θ that training works on.
+
+    with PerExampleGradients(model) as gradients:
+        rows = gradients.compute(lambda: cross_entropy(model(x), y, reduction="none"))   # [n, P]
+        gradients.theta.sub_(0.1 * rows.mean(0))                                         # moves the model
+
+LoRA linears and plain linear layers take the fused path (`fused_linear`); any other trainable module goes through
+Opacus's hooks (`hooked_gradients`). Both fill the same buffer. What cannot be told apart by example is refused by
+name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dpmerge.client.fused_linear import Fused, fuse_linear, fuse_lora
+from dpmerge.client.gradient_rows import GradientRows, Slot
+from dpmerge.client.hooked_gradients import HookedGradients
+from dpmerge.common.errors import DpmergeError
+
+DEFAULT_MEMORY_BUDGET_BYTES = 2**30
+
+
+class PerExampleGradients:
+    """Per-example gradients of a module's trainable parameters.
+
+    Args:
+        module: Whatever the losses run through: a `PeftModel`, with or without a head, or any module. Trainable is
+            what has `requires_grad`. Its parameters become views of `theta`; fp16 and bf16 ones become fp32.
+        max_examples: Upper limit on the physical batch, or None.
+        memory_budget_bytes: Upper limit on the [n, P] buffer; with `max_examples` it settles `capacity`.
+        fused: False sends everything through Opacus, for comparison.
+
+    Raises:
+        DpmergeError: DPM-502, with the module named, for what cannot be clipped by example: batch statistics, dropout
+            inside a LoRA path in training mode, DoRA and other LoRA variants, LoRA bias, adapters on other than
+            linear layers, a parameter tied to a module of another kind, a budget under one row. DPM-503 if nothing is
+            trainable.
+
+    Guarantees:
+        Row n is a function of θ and of example n, provided that loss n is (`check_independent` tests that).
+
+    Deviations: none; the rows are exact, not an approximation.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        max_examples: int | None = None,
+        memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES,
+        fused: bool = True,
+    ) -> None:
+        if max_examples is not None and max_examples < 1:
+            raise ValueError(f"Expected max_examples={max_examples} to be at least 1 or None.")
+        self._module = module
+        self._refuse_coupling()
+        fused_modules = _fusable(module) if fused else []
+        self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not self._parameters:
+            raise DpmergeError(
+                "DPM-503", "the model has no trainable parameter", "attach an adapter or call requires_grad_(True)"
+            )
+        self._theta, self._layout = _flatten(self._parameters)
+        self._capacity = _capacity(self._theta, max_examples, memory_budget_bytes)
+        self._rows = GradientRows(self._theta.numel(), self._theta.dtype, self._theta.device)
+
+        slots = {id(p): slot for p, slot in zip(self._parameters.values(), self._layout, strict=True)}
+        claimed = {id(p) for one in fused_modules for p in one.parameters}
+        self._fused_parameters = {name: p for name, p in self._parameters.items() if id(p) in claimed}
+        hooked = {name: p for name, p in self._parameters.items() if id(p) not in claimed}
+        self._hooked = HookedGradients(module, hooked, slots, self._rows) if hooked else None
+        self._own_forwards: list[tuple[nn.Module, Any]] | None = []
+        for one in fused_modules:
+            self._own_forwards.append((one.module, one.module.__dict__.get("forward")))
+            one.module.forward = one.make_forward(self._rows, slots)
+
+    @property
+    def theta(self) -> Tensor:
+        """The trainable vector θ [P], of which every trainable parameter is a view; fp32 (fp64 if a parameter is).
+
+        It has no history and needs no `no_grad`: give it to an optimizer, set its `.grad`, add to it in place.
+        """
+        return self._theta
+
+    @property
+    def layout(self) -> tuple[Slot, ...]:
+        """Where each parameter lies in θ, in the module's order."""
+        return self._layout
+
+    @property
+    def capacity(self) -> int:
+        """The largest number of examples that `compute` takes at once; split larger logical batches."""
+        return self._capacity
+
+    def compute(self, losses: Callable[[], Tensor]) -> Tensor:
+        """Run the forward pass, then one backward pass; return every example's gradient.
+
+        Args:
+            losses: Runs the module on n ≤ `capacity` examples and returns their losses [n]; loss n depends on example
+                n alone. An example's own normalisation (a mean over its tokens) is fine, one over the batch is not.
+
+        Returns:
+            Rows [n, P] in θ's dtype: a view of the one buffer, valid until the next call; the caller may overwrite
+            it. A non-finite example spoils its own row only.
+
+        Raises:
+            ValueError: The losses are not a vector of 1 to `capacity` entries that depend on a trainable parameter.
+            DpmergeError: DPM-502 if a trainable weight is used in a way that cannot be told apart by example.
+        """
+        if self._own_forwards is None:
+            raise ValueError("Expected open gradients in compute(); close() has been called.")
+        self._refuse_coupling()
+        self._clear_gradients()
+        if self._hooked:
+            self._hooked.open()
+        with torch.enable_grad():
+            values = losses()
+        self._check_losses(values)
+        self._rows.open(values.shape[0])
+        backward = self._hooked.backward if self._hooked else torch.autograd.backward
+        backward(values, torch.ones_like(values))
+        self._refuse_stray_gradients()
+        return self._rows.close(self._layout)
+
+    def check_storage(self, optimizer_parameters: Iterable[Tensor]) -> None:
+        """Refuse to go on if optimizer, θ and module no longer share one storage.
+
+        Args:
+            optimizer_parameters: The tensors that the optimizer steps, as in `optimizer.param_groups[0]["params"]`.
+
+        Raises:
+            DpmergeError: DPM-503 with the likely cause.
+        """
+        if not any(_is_view(p, self._theta, 0) and p.numel() == self._theta.numel() for p in optimizer_parameters):
+            raise DpmergeError(
+                "DPM-503",
+                "the optimizer does not step the trained vector θ",
+                "build the optimizer over [gradients.theta]",
+            )
+        current = dict(self._module.named_parameters())
+        for slot in self._layout:
+            if slot.name not in current or not _is_view(current[slot.name], self._theta, slot.start):
+                raise DpmergeError(
+                    "DPM-503",
+                    f"{slot.name} no longer shares its storage with the trained vector θ: the model was moved, cast, "
+                    "reloaded or wrapped after its gradients were set up, and would never change",
+                    "move and wrap the model first, then build PerExampleGradients and the optimizer",
+                )
+
+    def check_independent(
+        self, losses: Callable[[slice], Tensor], num_examples: int, *, tolerance: float = 1e-2
+    ) -> None:
+        """Test on public or made-up examples that a gradient does not change with the company it is in.
+
+        Finds batch statistics, batch-dependent denominators, in-batch negatives and modules whose first dimension is
+        not the example. Run it in evaluation mode: random masks differ from call to call.
+
+        Args:
+            losses: Maps a slice of the examples to their losses.
+            num_examples: How many there are, at least 2.
+            tolerance: Largest relative L2 difference; couplings change gradients by far more, rounding by far less.
+
+        Raises:
+            DpmergeError: DPM-502 if a gradient changes.
+        """
+        if num_examples < 2:
+            raise ValueError(f"Expected num_examples={num_examples} to be at least 2.")
+        together = self.compute(lambda: losses(slice(0, num_examples))).clone()
+        for n in range(num_examples):
+            alone = self.compute(lambda n=n: losses(slice(n, n + 1)))[0]  # type: ignore[misc]
+            if torch.linalg.vector_norm(together[n] - alone) > tolerance * torch.linalg.vector_norm(alone):
+                raise DpmergeError(
+                    "DPM-502",
+                    "an example's gradient changes with the other examples of its batch",
+                    "remove batch statistics, batch-dependent denominators, in-batch negatives and packed sequences",
+                )
+
+    def close(self) -> None:
+        """Give the module its own forwards back; its parameters remain views of θ."""
+        for module, own in self._own_forwards or ():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        self._own_forwards = None
+        if self._hooked:
+            self._hooked.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_losses(self, losses: Tensor) -> None:
+        if losses.dim() != 1 or not 1 <= losses.shape[0] <= self._capacity:
+            raise ValueError(
+                f"Expected losses of shape {list(losses.shape)} to be one loss per example, [n] with n from 1 to "
+                f"capacity={self._capacity}; use reduction='none', and split larger batches."
+            )
+        if not losses.requires_grad:
+            raise ValueError("Expected losses that depend on a trainable parameter; they have no gradient.")
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def _refuse_stray_gradients(self) -> None:
+        """Refuse a fused weight that autograd reached: not through its own forward, so something else used it."""
+        stray = [name for name, p in self._fused_parameters.items() if p.grad is not None]
+        if stray:
+            raise DpmergeError(
+                "DPM-502",
+                f"{stray[0]} is used outside its own module's forward, so its gradient cannot be told apart by example",
+                "freeze it, or train the modules that use it through their forward",
+            )
+
+    def _refuse_coupling(self) -> None:
+        """Refuse what the mode decides; asked again at every step, because train() and eval() may come at any time."""
+        for name, module in self._module.named_modules():
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+                raise DpmergeError(
+                    "DPM-502",
+                    f"{name} normalises with batch statistics",
+                    f"call eval() on it, or replace the {type(module).__name__}",
+                )
+            if isinstance(module, LoraLayer) and module.training:
+                for dropout in module.lora_dropout.values():
+                    if getattr(dropout, "p", 0.0) > 0.0:
+                        raise DpmergeError(
+                            "DPM-502",
+                            f"{name} has lora_dropout = {dropout.p} in training mode",
+                            "set lora_dropout = 0, or call eval() on the model",
+                        )
+
+
+def _fusable(module: nn.Module) -> list[Fused]:
+    """Choose the modules that take the fused path, and refuse adapters that no path can take."""
+    fused: list[Fused] = []
+    inside_lora: set[nn.Module] = set()
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoraLayer) and _adapter_is_trainable(layer):
+            adapter = _check_lora(name, layer)
+            fused.append(fuse_lora(layer, adapter))
+            inside_lora |= {layer.lora_A[adapter], layer.lora_B[adapter]}
+        elif type(layer) is nn.Linear and layer not in inside_lora and any(p.requires_grad for p in layer.parameters()):
+            fused.append(fuse_linear(layer))
+    _refuse_ties(module, fused, inside_lora)
+    return fused
+
+
+def _adapter_is_trainable(layer: Any) -> bool:
+    return any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
+
+
+def _check_lora(name: str, layer: Any) -> str:
+    """Return the layer's one active adapter, or refuse the layer."""
+    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+    if type(layer) is not LoraLinear:
+        problem = f"is an adapter of type {type(layer).__module__}.{type(layer).__name__}, not a LoRA linear"
+    elif len(active) != 1:
+        problem = f"has {len(active)} active adapters"
+    elif layer.use_dora[active[0]]:
+        problem = "uses DoRA"
+    elif active[0] in layer.lora_variant:
+        problem = f"uses the LoRA variant {type(layer.lora_variant[active[0]]).__name__}"
+    elif layer.lora_bias[active[0]]:
+        problem = "has lora_bias"
+    elif layer.merged:
+        problem = "is merged into its base layer"
+    else:
+        return str(active[0])
+    raise DpmergeError("DPM-502", f"{name} {problem}", "train one plain, unmerged LoRA adapter on linear layers")
+
+
+def _refuse_ties(module: nn.Module, fused: list[Fused], inside_lora: set[nn.Module]) -> None:
+    """Refuse a parameter shared with a module of another kind; among fused modules the contributions add up."""
+    claimed = {id(p) for one in fused for p in one.parameters}
+    known = inside_lora | {one.module for one in fused}
+    for name, other in module.named_modules():
+        for own_name, parameter in other.named_parameters(recurse=False):
+            if id(parameter) in claimed and other not in known:
+                raise DpmergeError(
+                    "DPM-502",
+                    f"{name}.{own_name} is trainable and tied to a linear layer",
+                    "freeze it, or untie the two",
+                )
+
+
+def _flatten(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, tuple[Slot, ...]]:
+    """Move the parameters into one vector θ, of which they become views."""
+    devices = Counter(p.device for p in parameters.values())
+    if len(devices) > 1:
+        raise DpmergeError(
+            "DPM-502", f"trainable parameters lie on {', '.join(map(str, devices))}", "move the model to one device"
+        )
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters.values()) else torch.float32
+    theta = torch.cat([p.detach().reshape(-1).to(dtype) for p in parameters.values()])
+    layout: list[Slot] = []
+    start = 0
+    for name, parameter in parameters.items():
+        stop = start + parameter.numel()
+        parameter.data = theta[start:stop].view(parameter.shape)
+        layout.append(Slot(name, tuple(parameter.shape), start, stop))
+        start = stop
+    return theta, tuple(layout)
+
+
+def _capacity(theta: Tensor, max_examples: int | None, memory_budget_bytes: int) -> int:
+    row_bytes = theta.numel() * theta.element_size()
+    fitting = memory_budget_bytes // row_bytes
+    if fitting < 1:
+        raise DpmergeError(
+            "DPM-502",
+            f"one example's gradient takes {row_bytes} bytes and memory_budget_bytes = {memory_budget_bytes}",
+            "raise the budget, or lower lora.rank or the number of adapted layers",
+        )
+    return fitting if max_examples is None else min(fitting, max_examples)
+
+
+def _is_view(tensor: Tensor, theta: Tensor, start: int) -> bool:
+    return tensor.device == theta.device and tensor.data_ptr() == theta.data_ptr() + start * theta.element_size()
