@@ -18,24 +18,10 @@ from pathlib import Path
 
 from dpmerge.common.assets import asset_folder
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.records import Records
 
 MAX_CHARACTERS = 3000  # more than 512 tokens hold; keeps long mails from costing time in the tokenizer
 MAX_MAIL_BYTES = 20_000  # the rest is attachments, or markup beyond what is kept
-
-
-@dataclass(frozen=True)
-class Records:
-    """Texts and their classes, row by row; class `k` is the k-th key of the task's `labels`."""
-
-    texts: tuple[str, ...]
-    labels: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if len(self.texts) != len(self.labels):
-            raise ValueError(f"Expected {len(self.labels)} texts in Records, one per label, got {len(self.texts)}.")
-
-    def __len__(self) -> int:
-        return len(self.texts)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,146 @@
+"""Own data: what is read, what is left out in silence, what is refused, and that nothing is quoted or sent."""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.records import Records, read_records
+
+LABELS = {"1": "a bad product", "5": "a great product"}
+WANTED = Records(("fine, really", "bad", "grüße"), (1, 0, 1))
+
+
+def read(path: Path | str) -> Records:
+    return read_records(path, text="body", label="stars", labels=LABELS)
+
+
+def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_csv_with_any_delimiter_and_byte_order_mark(tmp_path: Path, delimiter: str, encoding: str) -> None:
+    rows = [("stars", "id", "body "), ("5", "1", '"fine, really"'), ("1", "2", "bad"), ("5", "3", "grüße")]
+    path = write(tmp_path / "own.csv", "\r\n".join(delimiter.join(row) for row in rows), encoding)
+    assert read(path) == WANTED
+
+
+def test_unusable_records_are_left_out_in_silence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = 'body,stars\n"fine, really",5\n,5\n   ,1\nbad,1\nundeclared,3\nshort\nlong,1x,2,3\ngrüße, 5 \n'
+    assert read(write(tmp_path / "own.csv", body)) == WANTED
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_text_longer_than_the_csv_module_likes(tmp_path: Path) -> None:
+    path = write(tmp_path / "own.csv", "body,stars\n" + "x" * 200_000 + ",1\n")
+    assert len(read(path).texts[0]) == 200_000
+
+
+def test_jsonl_compares_labels_as_strings_and_skips_broken_lines(tmp_path: Path) -> None:
+    rows: list[object] = [
+        {"body": "fine, really", "stars": 5},
+        {"body": None, "stars": 5},
+        {"body": 7, "stars": 5},
+        {"stars": 1},
+        [1, 2],
+        {"body": "bad", "stars": "1"},
+        {"body": "grüße", "stars": 5},
+    ]
+    text = "\n".join(json.dumps(row) for row in rows) + '\n\n{"body": "cut o'
+    assert read(write(tmp_path / "own.jsonl", text)) == WANTED
+
+
+def test_class_order_is_that_of_the_declaration(tmp_path: Path) -> None:
+    path = write(tmp_path / "own.csv", "body,stars\na,1\nb,5\n")
+    assert read_records(path, text="body", label="stars", labels={"5": "great", "1": "bad"}).labels == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("Body,stars\nsecret,1\n", "has no column 'body'; set text to one of 'Body', 'stars'; did you mean 'Body'?"),
+        ("body,star\nsecret,1\n", "has no column 'stars'; set label to one of 'body', 'star'; did you mean 'star'?"),
+        ("", "has no column 'body'"),
+        ("body,stars\nsecret,7\n", "one of 1, 5 in column 'stars'; check text, label and labels"),
+        ("body,stars\n", "no record"),
+    ],
+)
+def test_what_is_wrong_with_a_whole_file_is_refused_without_quoting_it(tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(DpmergeError, match="DPM-203") as refusal:
+        read(write(tmp_path / "own.csv", content))
+    assert said in str(refusal.value)
+    assert "secret" not in str(refusal.value)
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    latin = write(tmp_path / "latin.csv", "body,stars\nsecret é,1\n", "latin-1")
+    for path, said in [
+        (latin, "not encoded in UTF-8"),
+        (tmp_path / "none.csv", "No such file"),
+        (write(tmp_path / "own.xlsx", "secret"), "neither a .csv"),
+        (f"{latin}::train", "neither a .csv"),
+    ]:
+        with pytest.raises(DpmergeError, match="DPM-203") as refusal:
+            read(path)
+        assert said in str(refusal.value)
+        assert "secret" not in str(refusal.value)
+
+
+def test_folders_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DpmergeError, match=r"DPM-203.*pip install 'dpmerge\[datasets\]'"):
+        read(tmp_path)
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    calls: list[object] = []  # recorded, not only refused: the library swallows failures of its download counter
+
+    def refuse(*arguments: object, **_: object) -> None:
+        calls.append(arguments)
+        raise OSError("no network in this test")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    return calls
+
+
+def test_folders_are_read_without_network_or_cache(
+    tmp_path: Path, no_network: list[object], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    cache = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    datasets.disable_progress_bars()
+    train = datasets.Dataset.from_dict({"body": ["fine, really", "", "bad", "grüße"], "stars": [5, 5, 1, 5]})
+    test = datasets.Dataset.from_dict({"body": ["test half"], "stars": [1]})
+    train.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"test": test, "train": train}).save_to_disk(str(tmp_path / "splits"))
+    for form in ("csv", "json", "parquet"):  # a folder called "csv" must not be taken for the public loader "csv"
+        (tmp_path / form).mkdir()
+        for name, half in (("train", train), ("test", test)):
+            getattr(half, f"to_{form}")(str(tmp_path / form / f"{name}.{form}"))
+    monkeypatch.chdir(tmp_path)
+    for folder in ("saved", "splits", "csv", "json", "parquet"):
+        assert read(folder) == WANTED, folder
+    for folder in ("splits", "csv", "json", "parquet"):
+        assert read(f"{folder}::test") == Records(("test half",), (0,)), folder
+    with pytest.raises(DpmergeError, match=r"has no split 'val'; name one as .*::test; there are test, train"):
+        read(tmp_path / "splits::val")
+    (tmp_path / "torn").mkdir()
+    write(tmp_path / "torn" / "own.csv", "body,stars\nsecret,1\nsecret,1,2,3\n")
+    for folder in ("torn", "cache"):
+        os.makedirs(folder, exist_ok=True)
+        with pytest.raises(DpmergeError, match="DPM-203"):
+            read(folder)
+    assert no_network == []
+    assert [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size] == []  # locks are empty
+    assert capfd.readouterr() == ("", "")
