@@ -1,0 +1,99 @@
+"""An interrupted training on disk: owner-only, bound to data and configuration, no pickle, gone at release.
+
+It holds the noise cipher's *ratcheted* state. Whoever reads it learns noise that is still to come, never noise that was drawn; it
+is erased when the release is made, because a stored state would let its finder subtract the noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from dpmerge.client.train import TrainingState
+from dpmerge.common.errors import DpmergeError
+
+
+def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
+    """Write the state so that a crash leaves either the old file or the new one."""
+    tensors: dict[str, Tensor] = {"theta": state.theta}
+    if state.direction is not None:
+        tensors["direction"] = state.direction
+    scalars: dict[str, Any] = {}
+    for key, value in state.optimizer["state"].get(0, {}).items():
+        if isinstance(value, Tensor):
+            tensors[f"optimizer.{key}"] = value.contiguous()
+        else:
+            scalars[key] = value
+    text = {
+        "binding": binding,
+        "step": state.step,
+        "groups": state.optimizer["param_groups"],
+        "scalars": scalars,
+        "sampler": state.sampler.hex(),
+        "noise": state.noise.hex(),
+    }
+    temporary = path.with_suffix(".partial")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)}))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def load_checkpoint(path: Path, binding: str) -> TrainingState:
+    """Read the state back.
+
+    Raises:
+        DpmergeError: DPM-302 if the file is damaged or was written for other data or another configuration.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+            text = json.loads(file.metadata()["dpmerge"])
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise DpmergeError(
+            "DPM-302",
+            f"the checkpoint {path.name} cannot be read",
+            "start anew in another output folder; that is a second charge on the same data",
+        ) from error
+    if text["binding"] != binding:
+        raise DpmergeError(
+            "DPM-302",
+            f"the checkpoint {path.name} belongs to other records or settings",
+            "resume with the records and settings it was made for, or start anew in another output folder as a second charge",
+        )
+    moments = {key.removeprefix("optimizer."): value for key, value in tensors.items() if key.startswith("optimizer.")}
+    per_parameter = {**moments, **text["scalars"]}
+    return TrainingState(
+        step=text["step"],
+        theta=tensors["theta"],
+        optimizer={"state": {0: per_parameter} if per_parameter else {}, "param_groups": text["groups"]},
+        direction=tensors.get("direction"),
+        sampler=bytes.fromhex(text["sampler"]),
+        noise=bytes.fromhex(text["noise"]),
+    )
+
+
+def erase(path: Path) -> None:
+    """Overwrite and remove a checkpoint, if there is one. (Overwriting is best effort on journaling or solid-state storage.)"""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        file.write(b"\0" * path.stat().st_size)
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+
+
+def due(step: int, every: int, num_steps: int) -> bool:
+    """Whether to write after this step: every so often, and not after the last (the release follows at once)."""
+    return step % every == 0 and step < num_steps
+
+

@@ -1,0 +1,309 @@
+"""The shared pretrained model: loading, LoRA on chosen layers, and the split below which nothing is trained.
+
+Both sides use this module: a party trains the top of the model, the server evaluates it. Nothing here sees a label or a loss.
+
+The split (`SplitEncoder`) rests on one fact: with adapters in the top layers only, whatever lies below is the same function of a
+record before, during and after training. A record is therefore encoded once up to the first adapted layer, and training and
+evaluation go on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from dpmerge.common.assets import ASSETS, model_folder
+from dpmerge.common.errors import DpmergeError
+
+if TYPE_CHECKING:
+    from dpmerge.common.config import LoraSettings
+
+LENGTH_STEP = 4
+"""Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """A frozen pretrained model, its tokenizer, and the hash by which parties and server know that they share it.
+
+    Attributes:
+        name: An alias, a hub id or a folder's own name; never a path, because it is written into every release.
+        encoder: A `transformers` model whose output has `last_hidden_state` [n, length, width].
+        tokenizer: Its tokenizer.
+        sha256: Hash over every weight's name, shape, dtype and bytes, and over the tokenizer's vocabulary and rules.
+        layers: Dotted name of the `ModuleList` of transformer layers inside the encoder.
+    """
+
+    name: str
+    encoder: nn.Module
+    tokenizer: Any
+    sha256: str
+    layers: str
+
+    @property
+    def num_layers(self) -> int:
+        """Number of transformer layers."""
+        return len(cast(nn.ModuleList, self.encoder.get_submodule(self.layers)))
+
+    @property
+    def width(self) -> int:
+        """Width of the last hidden state."""
+        return int(cast(Any, self.encoder.config).hidden_size)
+
+
+def load_base(name: str) -> Base:
+    """Load a base model by alias of the asset list, local folder, or hub id, in fp32, frozen, in evaluation mode.
+
+    Raises:
+        DpmergeError: DPM-201 or DPM-202 for an embedded asset; DPM-204 if the folder or id cannot be opened as an encoder.
+    """
+    is_alias = name in ASSETS
+    source = str(model_folder(name)) if is_alias else name
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise DpmergeError(
+            "DPM-204",
+            f"base.model = {name!r} cannot be opened ({first_line})",
+            f"give one of {', '.join(sorted(a for a, asset in ASSETS.items() if asset.kind == 'model'))}, a folder with config.json, "
+            "weights and tokenizer, or a hub id that this machine can reach",
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    encoder.eval().requires_grad_(False)
+    public_name = name if is_alias or not Path(name).exists() else Path(name).resolve().name
+    encoder.name_or_path = public_name  # PEFT copies it into every adapter_config.json
+    return Base(
+        name=public_name,
+        encoder=encoder,
+        tokenizer=tokenizer,
+        sha256=_base_hash(encoder, tokenizer),
+        layers=_find_layers(encoder, name),
+    )
+
+
+def _base_hash(encoder: nn.Module, tokenizer: Any) -> str:
+    digest = hashlib.sha256()
+    for key, value in sorted(encoder.state_dict().items()):
+        digest.update(f"{key}|{tuple(value.shape)}|{value.dtype}|".encode())
+        digest.update(value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+    rules = getattr(tokenizer, "backend_tokenizer", None)
+    if rules is not None:
+        # Truncation and padding are set on every call and are no part of what the tokenizer is.
+        rules.no_truncation()
+        rules.no_padding()
+    digest.update((rules.to_str() if rules is not None else repr(sorted(tokenizer.get_vocab().items()))).encode())
+    return digest.hexdigest()
+
+
+def _find_layers(encoder: nn.Module, name: str) -> str:
+    """Return the dotted name of the longest `ModuleList` outside any other: the stack of transformer layers."""
+    stacks = {key: module for key, module in encoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    outermost = {k: m for k, m in stacks.items() if not any(k.startswith(other + ".") for other in stacks)}
+    if not outermost:
+        raise DpmergeError("DPM-204", f"base.model = {name!r} has no stack of layers", "choose a transformer encoder or decoder")
+    return max(outermost, key=lambda key: len(outermost[key]))
+
+
+def adapted_layers(base: Base, layers: str | Sequence[int]) -> tuple[int, ...]:
+    """Resolve `lora.layers` ("all", "last:2" or indices) to layer indices in ascending order.
+
+    Raises:
+        DpmergeError: DPM-103 if the base model has no such layer.
+    """
+    total = base.num_layers
+    if layers == "all":
+        return tuple(range(total))
+    if isinstance(layers, str):
+        match = re.fullmatch(r"last:(\d+)", layers)
+        count = int(match.group(1)) if match else 0
+        chosen = tuple(range(total - count, total)) if 1 <= count <= total else ()
+    else:
+        chosen = tuple(sorted(set(layers))) if all(0 <= index < total for index in layers) else ()
+    if not chosen:
+        raise DpmergeError(
+            "DPM-103",
+            f"lora.layers = {layers!r} names no layers of {base.name}, which has {total}",
+            f'use "all", "last:1" to "last:{total}", or indices from 0 to {total - 1}',
+        )
+    return chosen
+
+
+def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
+    """Expand `lora.targets` to the full names of linear modules inside the adapted layers.
+
+    Full names, because PEFT does not accept "all-linear" beside a choice of layers, and by itself would adapt linears that the
+    forward pass never uses, such as BERT's pooler.
+
+    Raises:
+        DpmergeError: DPM-103 if a target matches no linear module; the message lists those there are.
+    """
+    chosen: list[str] = []
+    available: set[str] = set()
+    wanted = lora.targets
+    matched: set[str] = set()
+    for index in adapted_layers(base, lora.layers):
+        prefix = f"{base.layers}.{index}"
+        for name, module in base.encoder.get_submodule(prefix).named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            available.add(name)
+            hits = {target for target in wanted if name == target or name.endswith("." + target)}
+            if wanted == "all-linear" or hits:
+                chosen.append(f"{prefix}.{name}")
+                matched |= hits
+    unmatched = [] if isinstance(wanted, str) else [target for target in wanted if target not in matched]
+    if unmatched or not chosen:
+        raise DpmergeError(
+            "DPM-103",
+            f"lora.targets = {unmatched or wanted!r} matches no linear module of {base.name}",
+            f'use "all-linear" or names among {", ".join(sorted(available))}',
+        )
+    return tuple(chosen)
+
+
+def lora_shapes(base: Base, lora: LoraSettings) -> dict[str, tuple[int, int]]:
+    """Return the full name of each adapted linear → (width_out, width_in)."""
+    modules = {name: cast(nn.Linear, base.encoder.get_submodule(name)) for name in target_modules(base, lora)}
+    return {name: (module.out_features, module.in_features) for name, module in modules.items()}
+
+
+def lora_config(base: Base, lora: LoraSettings) -> LoraConfig:
+    """Return PEFT's configuration for these settings: explicit targets, no dropout, no bias."""
+    return LoraConfig(
+        base_model_name_or_path=base.name,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(target_modules(base, lora)),
+        lora_dropout=0.0,
+        bias="none",
+        use_rslora=lora.rslora,
+        inference_mode=False,
+    )
+
+
+def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
+    """Wrap the base encoder, in place, with LoRA modules whose A is the same at every party and whose B is zero.
+
+    Each A [rank, width_in] is uniform on ±1/√width_in (PEFT's own initialisation) from a generator seeded by the public run seed
+    and the module's name alone, so parties and server derive equal bytes whatever else they do. A is trainable only if
+    `lora.train_a`.
+    """
+    config = lora_config(base, lora)
+    model = get_peft_model(cast(Any, base.encoder), config)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            parameter.data.copy_(shared_a(seed, name.split(".lora_A.")[0].removeprefix("base_model.model."), parameter.shape))
+            parameter.requires_grad_(lora.train_a)
+        elif ".lora_B." in name:
+            parameter.data.zero_()
+    model.eval()
+    return model
+
+
+def shared_a(seed: int, module_name: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    """Return the common start of one LoRA A, fp32 of `shape` = (rank, width_in), from public randomness only."""
+    digest = hashlib.sha256(f"dpmerge shared A|{seed}|{module_name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    bound = shape[1] ** -0.5
+    return torch.empty(tuple(shape)).uniform_(-bound, bound, generator=generator)
+
+
+class _Replace(nn.Module):
+    """Stands where the trunk was: returns the given hidden states whatever comes in."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+class _Record(nn.Module):
+    """Stands above the trunk: keeps the hidden states that come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        self.hidden = hidden_states
+        return hidden_states
+
+
+class SplitEncoder:
+    """An encoder run in two halves that meet at the input of the first adapted layer.
+
+    Masks, positions and the final norm stay the model's own: each half runs the model's own forward with the other half's layers
+    exchanged for a stand-in.
+    """
+
+    def __init__(self, encoder: nn.Module, layers: str, first: int) -> None:
+        """Args: encoder (bare or wrapped by PEFT), dotted name of its layer stack, index of the first layer of the top half."""
+        inner = encoder.get_base_model() if isinstance(encoder, PeftModel) else encoder
+        parent, _, self._attribute = layers.rpartition(".")
+        self._encoder = cast(nn.Module, inner)
+        self._parent = self._encoder.get_submodule(parent)
+        self._stack = cast(nn.ModuleList, getattr(self._parent, self._attribute))
+        self.first = first
+
+    @contextmanager
+    def _layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        setattr(self._parent, self._attribute, nn.ModuleList(layers))
+        try:
+            yield
+        finally:
+            setattr(self._parent, self._attribute, self._stack)
+
+    @torch.no_grad()
+    def trunk(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Run the layers below the split: token ids [n, length] → hidden states [n, length, width]."""
+        record = _Record()
+        with self._layers([*self._stack[: self.first], record]):
+            self._encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return cast(Tensor, record.hidden)
+
+    def top(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        """Run the split's upper half: hidden states [n, length, width] → last hidden state [n, length, width]."""
+        placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with self._layers([_Replace(hidden), *self._stack[self.first :]]):
+            output = self._encoder(input_ids=placeholder, attention_mask=attention_mask)
+        return cast(Tensor, output.last_hidden_state)
+
+
+def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean over a record's own tokens, scaled to unit norm: [n, length, width], [n, length] → [n, width]."""
+    weights = attention_mask.unsqueeze(-1).to(last_hidden.dtype)
+    mean = (last_hidden * weights).sum(1) / weights.sum(1).clamp_min(1.0)
+    return nn.functional.normalize(mean, dim=-1)
+
+
+def tokenize(base: Base, texts: Sequence[str], max_length: int) -> list[list[int]]:
+    """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded."""
+    ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)["input_ids"]
+    return ids
+
+
+def padded_length(num_tokens: int) -> int:
+    """Round a token count up to the next multiple of `LENGTH_STEP`.
+
+    >>> padded_length(9), padded_length(12)
+    (12, 12)
+    """
+    return max(LENGTH_STEP, -(-num_tokens // LENGTH_STEP) * LENGTH_STEP)

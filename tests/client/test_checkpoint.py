@@ -1,0 +1,54 @@
+import pytest
+import torch
+from dpmerge.client.checkpoint import due, erase, load_checkpoint, save_checkpoint
+from dpmerge.client.train import TrainingState
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.optimizer import OPTIMIZERS, make_optimizer
+
+
+def _state(optimizer_name: str, theta: torch.Tensor) -> TrainingState:
+    optimizer = make_optimizer(optimizer_name, theta, 0.1)
+    theta.grad = torch.randn_like(theta)
+    optimizer.step()
+    return TrainingState(3, theta.clone(), optimizer.state_dict(), torch.randn_like(theta), b"\x01sampler", b"\x02noise")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_goes_on_as_if_never_interrupted(tmp_path, name):
+    torch.manual_seed(1)
+    theta = torch.randn(6)
+    state = _state(name, theta)
+    optimizer = make_optimizer(name, theta, 0.1)
+    optimizer.load_state_dict(state.optimizer)
+    save_checkpoint(tmp_path / "c.safetensors", state, "binding")
+
+    loaded = load_checkpoint(tmp_path / "c.safetensors", "binding")
+    resumed = loaded.theta.clone()
+    other = make_optimizer(name, resumed, 0.1)
+    other.load_state_dict(loaded.optimizer)
+    gradient = torch.randn(6)
+    for vector, stepper in ((theta, optimizer), (resumed, other)):
+        vector.grad = gradient.clone()
+        stepper.step()
+    assert torch.equal(theta, resumed)
+    assert (loaded.step, loaded.sampler, loaded.noise) == (3, b"\x01sampler", b"\x02noise")
+    assert torch.equal(loaded.direction, state.direction)
+
+
+def test_checkpoint_is_bound_owner_only_and_erased(tmp_path):
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, _state("adam", torch.randn(4)), "binding")
+    assert path.stat().st_mode & 0o077 == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["c.safetensors"]
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        load_checkpoint(path, "other data")
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        load_checkpoint(path, "binding")
+    erase(path)
+    erase(path)
+    assert not path.exists()
+
+
+def test_due_skips_the_last_step():
+    assert [step for step in range(1, 41) if due(step, 10, 40)] == [10, 20, 30]
