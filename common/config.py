@@ -96,6 +96,12 @@ class Federation:
                 raise Refused(f"party[{index}]", "name", name, "is taken by another party", "give each its own name")
             _resolve(self, index)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The data files and folders that the parties name, absolute and without a split."""
+        stated = [path for party in self.parties for path in (party.data, party.test) if path]
+        return tuple(_file(self.folder, path) for path in stated)
+
     def to_dict(self) -> dict[str, object]:
         """The federation as JSON-able tables, in the layout of the file; settings that are absent stay absent."""
         tables = {name: _plain(getattr(self, name)) for name in SECTIONS}
@@ -300,12 +306,16 @@ def _absolute(folder: Path, path: str) -> str:
     return str((folder / Path(path).expanduser()).absolute())
 
 
+def _file(folder: Path, path: str) -> Path:
+    return Path(_absolute(folder, path).partition("::")[0])
+
+
 def _check_files(federation: Federation, where: str) -> None:
     """Refuse a path that leads nowhere now, rather than in the middle of a run."""
     for index, party in enumerate(federation.parties):
         for key in ("data", "test"):
             path = getattr(party, key)
-            if path and not Path(_absolute(federation.folder, path).partition("::")[0]).exists():
+            if path and not _file(federation.folder, path).exists():
                 fix = "correct the path; it starts at the folder of the federation file"
                 raise Refused(f"party[{index}]", key, path, "does not exist", fix, code="DPM-203", where=where)
 

@@ -38,7 +38,10 @@ Sharpness = Literal["none", "sat", "sat-momentum", "sam"]
 MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "average": ("rank",),
     "task-arithmetic": ("coefficient", "rank"),
+    "concat": ("coefficient", "rank"),
     "ties": ("coefficient", "density", "semantics", "rank"),
+    "dare": ("coefficient", "density", "rank"),
+    "dare-ties": ("coefficient", "density", "semantics", "rank"),
     "geometry": ("coefficient", "rank"),
 }
 
@@ -192,7 +195,7 @@ class MergeSettings:
         default=None, metadata=_meta(real(above=0.0), "Factor on the sum of the adapters.", 0.5)
     )
     density: float | None = field(
-        default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that ties keeps.", 0.2)
+        default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that ties or dare keeps.", 0.2)
     )
     semantics: Literal["paper", "peft", "mergekit"] = field(
         default="paper", metadata=_meta(choice("paper", "peft", "mergekit"), "Whose ties: the three differ.")

@@ -15,6 +15,7 @@ CODES = {
     "DPM-204": "base model cannot be used",
     "DPM-301": "output folder in the way",
     "DPM-302": "resume refused",
+    "DPM-303": "results cannot be read",
     "DPM-401": "release refused",
     "DPM-402": "releases cannot be merged",
     "DPM-403": "no release to merge",

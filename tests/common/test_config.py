@@ -19,6 +19,7 @@ from dpmerge.common.config import (
     party_plan,
     plan_from_dict,
 )
+from dpmerge.common.config_sections import MERGE_PARAMETERS
 from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
 
@@ -290,3 +291,11 @@ def test_the_example_gives_each_party_its_own_budget():
 def test_settings_say_what_they_are_for():
     for cls in SECTIONS.values():
         assert all(key.metadata["about"].endswith(".") for key in fields(cls))
+
+
+def test_the_merge_methods_are_those_of_the_servers_registry():
+    from dpmerge.server.merging.registry import METHODS  # here: torch is slow to load
+
+    assert {name: set(method.parameters) for name, method in METHODS.items()} == {
+        name: set(parameters) for name, parameters in MERGE_PARAMETERS.items()
+    }

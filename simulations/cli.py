@@ -1,0 +1,193 @@
+"""The command line. Exit codes: 0 done, 1 a party failed but the run finished, 2 bad input, 130 interrupted.
+
+With `--format json` the result object is all that stdout gets; whatever is said in words goes to stderr. Torch, Flower
+and Ray are imported inside the commands that need them, so that `dpmerge --help` answers at once.
+"""
+
+import json
+import sys
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from click.exceptions import ClickException
+from rich.console import Console
+from rich.table import Table
+
+from dpmerge.common.config import load_federation
+from dpmerge.common.config_template import TEMPLATE, json_schema
+from dpmerge.common.errors import DpmergeError
+from dpmerge.simulations.output_folder import Mode, check_output
+from dpmerge.simulations.progress import Progress
+
+BAD_INPUT = 2
+PARTY_FAILED = 1
+INTERRUPTED = 130
+LOG_WIDTH = 110  # columns of the tables where there is no terminal to ask
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Private LoRA fine-tuning at many organisations, one upload each, one merged multi-task model.",
+    epilog="Start with: [bold]dpmerge config init[/] and [bold]dpmerge simulate federation.toml --out runs/first[/]",
+)
+assets_app = typer.Typer(no_args_is_help=True, help="Embedded models and public tasks, pinned by SHA-256.")
+config_app = typer.Typer(no_args_is_help=True, help="Write, check and describe federation files.")
+app.add_typer(assets_app, name="assets")
+app.add_typer(config_app, name="config")
+
+
+class Format(StrEnum):
+    """What stdout gets."""
+
+    text = "text"
+    json = "json"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="json: one object on stdout and nothing else.")]
+
+
+def main() -> None:
+    """Run the command line and exit with a code that tells the truth."""
+    try:
+        code = app(standalone_mode=False)
+    except DpmergeError as refusal:
+        print(refusal, file=sys.stderr)
+        code = BAD_INPUT
+    except ClickException as usage:
+        usage.show()
+        code = BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    sys.exit(code or 0)
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        print(version("dpmerge"))
+        raise typer.Exit
+
+
+@app.command(epilog="Example: dpmerge simulate examples/five-organisations.toml --out runs/demo")
+def simulate(
+    federation: Annotated[
+        Path, typer.Argument(metavar="FEDERATION.toml", help="The organisations and their settings.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the run goes; must be empty or new.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in DIR.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the parties that finished in DIR.")] = False,
+    output: FormatOption = Format.text,
+    num_cpus: Annotated[int | None, typer.Option(min=1, help="Cores to use; all of them by default.")] = None,
+) -> int:
+    """Run the whole job on this machine: train every party privately, merge, evaluate, report."""
+    if overwrite and resume:
+        raise DpmergeError("DPM-301", "--overwrite and --resume contradict each other", "give one of them")
+    mode: Mode = "overwrite" if overwrite else "resume" if resume else "new"
+    check_output(out, mode, inputs=[federation])
+    plan = load_federation(federation)
+    check_output(out, mode, inputs=plan.files)
+    from dpmerge.simulations.federation import run
+    from dpmerge.simulations.table import closing_lines, results_table
+
+    with Progress("silent" if output is Format.json else None) as progress:
+        results = run(plan, out, mode=mode, num_cpus=num_cpus, progress=progress)
+    if output is Format.json:
+        _print_json(results.to_dict())
+    else:
+        console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
+        console.print(results_table(results))
+        for line in closing_lines(results):
+            console.print(line, markup=False, highlight=False)
+        print(out / "report.html")
+    return PARTY_FAILED if results.failed else 0
+
+
+@app.command(epilog="Example: dpmerge report runs/demo")
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")],
+    output: FormatOption = Format.text,
+) -> None:
+    """Rebuild report.html from the stored results."""
+    from dpmerge.simulations.report import write_report
+
+    path = write_report(folder)
+    _answer(output, {"report": str(path)}, str(path))
+
+
+@assets_app.command("fetch", epilog="Example: dpmerge assets fetch minilm-l6 trec6 movie")
+def assets_fetch(
+    names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Assets, models or tasks.")],
+    output: FormatOption = Format.text,
+) -> None:
+    """Download, verify and unpack assets; the only command that needs the network."""
+    from dpmerge.common.assets import fetch
+
+    with Progress("silent" if output is Format.json else None) as progress:
+        folders = {name: str(folder) for name, folder in fetch(names, progress.note).items()}
+    _answer(output, {"assets": folders}, "\n".join(f"{name}: {folder}" for name, folder in folders.items()))
+
+
+@assets_app.command("list", epilog="Example: dpmerge assets list --format json")
+def assets_list(output: FormatOption = Format.text) -> None:
+    """Show what can be fetched, what is there, and under which licence."""
+    from dpmerge.common.assets import listing
+
+    rows = listing()
+    if output is Format.json:
+        _print_json({"schema": 1, "assets": rows})
+        return
+    table = Table("name", "kind", "present", "MB", "tasks", "licence")
+    for row in rows:
+        present, size = "yes" if row["present"] else "no", f"{row['size_bytes'] / 1e6:.0f}"
+        table.add_row(row["name"], row["kind"], present, size, ", ".join(row["tasks"]), row["licence"])
+    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
+
+
+@config_app.command("init", epilog="Example: dpmerge config init federation.toml")
+def config_init(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The file to write.")] = Path("federation.toml"),
+    output: FormatOption = Format.text,
+) -> None:
+    """Write a first federation file with every setting, its default and what it is for."""
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(TEMPLATE)
+    except OSError as problem:
+        raise DpmergeError("DPM-301", f"{path} cannot be written: {problem.strerror}", "give another PATH") from None
+    _answer(output, {"path": str(path)}, f"wrote {path}; run it with `dpmerge simulate {path} --out runs/first`")
+
+
+@config_app.command("validate", epilog="Example: dpmerge config validate federation.toml")
+def config_validate(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A federation file.")],
+    output: FormatOption = Format.text,
+) -> None:
+    """Check a federation file without running anything; exit code 2 and one line if it is refused."""
+    federation = load_federation(path)
+    parties = [party.name for party in federation.parties]
+    _answer(output, {"valid": True, "federation": federation.to_dict()}, f"{path} is valid: {', '.join(parties)}")
+
+
+@config_app.command("schema", epilog="Example: dpmerge config schema > federation.schema.json")
+def config_schema() -> None:
+    """Print the JSON Schema of federation files, for editors."""
+    _print_json(json_schema())
+
+
+def _answer(output: Format, facts: dict[str, Any], words: str) -> None:
+    if output is Format.json:
+        _print_json({"schema": 1} | facts)
+    else:
+        print(words)
+
+
+def _print_json(tables: dict[str, Any]) -> None:
+    print(json.dumps(tables, indent=2, ensure_ascii=False, allow_nan=False))

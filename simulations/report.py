@@ -1,0 +1,76 @@
+"""One self-contained HTML page per run, made from the stored `results.json` and nothing else."""
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from dpmerge.simulations.charts import SERIES, accuracy_chart
+from dpmerge.simulations.results import UNITS, Results, load_results
+from dpmerge.simulations.table import MISSING, epsilon, percent, points
+
+REPORT_FILE = "report.html"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` beside the `results.json` of a run and return its path.
+
+    Raises:
+        DpmergeError: DPM-303 if there are no results, or not of this version.
+    """
+    page = render(load_results(folder))
+    partial = folder / f".{REPORT_FILE}.partial"
+    partial.write_text(page, encoding="utf-8")
+    os.replace(partial, folder / REPORT_FILE)
+    return folder / REPORT_FILE
+
+
+def render(results: Results) -> str:
+    """The page as text: no script, nothing fetched, every value escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"number": number, "percent": percent, "points": points, "epsilon": epsilon, "kind": kind}
+    template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
+    return template.render(
+        results=results,
+        chart=Markup(accuracy_chart(results)),  # our own SVG; the names in it are escaped by matplotlib
+        series=SERIES,
+        units=UNITS,
+        bars=_bars(results),
+        not_private=[party.party for party in results.parties if not party.private],
+        total_seconds=str(timedelta(seconds=round(sum(results.seconds.values())))),
+    )
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number in at most `digits` significant digits, or a dash.
+
+    >>> number(1.23456), number(2800), number(1e-5), number(None)
+    ('1.23', '2800', '1e-05', '–')
+    """
+    if value is None:
+        return MISSING
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def kind(value: object) -> str:
+    """How the page shows a stored value: as "table", "matrix", "list", "number" or "text"."""
+    if isinstance(value, Mapping):
+        nested = bool(value) and all(isinstance(row, Mapping) and set(row) == set(value) for row in value.values())
+        return "matrix" if nested else "table"
+    if isinstance(value, list | tuple):
+        return "list"
+    return "number" if isinstance(value, float) else "text"
+
+
+def _bars(results: Results) -> dict[str, dict[str, float]]:
+    """Bar lengths in percent of the largest value, by column and party; a share of noise is a percentage already."""
+    columns: dict[str, dict[str, float]] = {}
+    for name in ("epsilon", "drift", "noise_share"):
+        values = {party.party: getattr(party, name) for party in results.parties}
+        largest = 1.0 if name == "noise_share" else max([value for value in values.values() if value], default=1.0)
+        columns[name] = {key: min(100.0, 100 * (value or 0.0) / largest) for key, value in values.items()}
+    return columns
