@@ -121,5 +121,5 @@ class GradientRows:
                 "DPM-502",
                 f"{slot.name} sees a tensor of shape {list(values.shape)} where the batch has {self._rows.shape[0]} "
                 "examples, so its gradient cannot be told apart by example",
-                "train only modules whose inputs have the example as their first dimension",
+                "freeze it, or give its module an input per example (for positions, position_ids of the batch's shape)",
             )

@@ -65,6 +65,12 @@ class HookedGradients:
         self._rows = rows
         self._hosts = list(_hosts(module, parameters).values())
         self._hooks = _Hooks(module, self._hosts)
+        # Opacus gives an embedding's padding row the gradient that torch withholds.
+        self._padding_rows = {
+            host.weight: host.padding_idx
+            for host in self._hosts
+            if isinstance(host, nn.Embedding) and host.padding_idx is not None
+        }
         self._is_checked = False
 
     def open(self) -> None:
@@ -97,6 +103,8 @@ class HookedGradients:
                 )
             if not self._is_checked and _disagrees(sample, parameter.grad):
                 raise _refusal(slot.name, "is used outside its module's forward as well")
+            if parameter in self._padding_rows:
+                sample[:, self._padding_rows[parameter]] = 0.0
             self._rows.add(slot, sample)
             _reset(parameter)
         self._is_checked = True
