@@ -1,0 +1,247 @@
+"""What is merged: low-rank weight changes τ = scaling · B A per module and party, and the gate before any arithmetic.
+
+Reads releases, merged models and plain PEFT adapter folders alike. A module that a party does not adapt has delta 0,
+which is a factor pair of rank 0; so ragged ranks, absent modules and shared or independent A all are the same case to
+the methods.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import (
+    ADAPTER,
+    CONFIG,
+    HEAD,
+    MERGE,
+    PICKLES,
+    STATEMENT,
+    Head,
+    release_from_files,
+    release_hash,
+)
+from dpmerge.common.untrusted import parse_json, parse_tensors
+
+PREFIX = "base_model.model."
+DTYPES = ("F32", "BF16", "F16")  # everything is computed in fp32 or fp64, whatever the input
+
+# Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
+UNSUPPORTED = (
+    "use_dora",
+    "lora_bias",
+    "use_qalora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "modules_to_save",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "use_bdlora",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """One low-rank weight change, τ = scaling · b a.
+
+    Attributes:
+        a: [rank, in].
+        b: [out, rank].
+        scaling: alpha/rank, or alpha/√rank with rsLoRA; 1 for everything that a merge returns.
+
+    >>> Factors(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
+    tensor([[2., 2.],
+            [2., 2.],
+            [2., 2.]])
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """Number of rows of A: the rank that is stored, not the numerical one."""
+        return len(self.a)
+
+    def delta(self) -> Tensor:
+        """Return the full weight change [out, in] in fp32."""
+        return (self.b.float() * self.scaling) @ self.a.float()
+
+
+Modules = Mapping[str, tuple[Factors, ...]]
+"""Per module the factors of every party, in one order of parties throughout."""
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One input of a merge.
+
+    Attributes:
+        party: Who it comes from; a folder's name for a plain PEFT adapter.
+        modules: Factors per module, named as in the base model.
+        config: PEFT's configuration.
+        sha256: Hash of its files, as of a release.
+        base_sha256: The base model's hash, if a statement says it.
+        statement: The privacy statement; empty for an adapter without one.
+        heads: Heads that came with it.
+    """
+
+    party: str
+    modules: dict[str, Factors]
+    config: dict[str, Any]
+    sha256: str
+    base_sha256: str | None = None
+    statement: dict[str, Any] = field(default_factory=dict)
+    heads: dict[str, Head] = field(default_factory=dict)
+
+    @property
+    def base(self) -> str:
+        """The base model's name; of a path only its last part, which is all that two machines can share."""
+        return str(self.config.get("base_model_name_or_path")).replace("\\", "/").rstrip("/").rpartition("/")[2]
+
+
+def read_adapter(folder: Path, party: str | None = None) -> Adapter:
+    """Read a release, a merged model, or a plain PEFT adapter folder.
+
+    Raises:
+        DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if ADAPTER not in names or CONFIG not in names:
+        pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
+        problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
+        raise DpmergeError("DPM-402", f"{folder} {problem}", "name a folder with a LoRA adapter in safetensors")
+    known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
+    return adapter_from_files({name: (folder / name).read_bytes() for name in known}, party or folder.name)
+
+
+def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
+    """Turn the files of a release, a merged model or a plain PEFT adapter into an `Adapter`.
+
+    Args:
+        files: File name → bytes.
+        party: Name of an adapter that does not state one itself.
+
+    Raises:
+        DpmergeError: DPM-402 for what is no plain LoRA; DPM-401 for malformed files.
+    """
+    digest = release_hash(files)
+    if STATEMENT in files or MERGE in files:
+        release = release_from_files(files, party)
+        party = release.party if release.statement else party
+        factors = lora_factors(release.adapter, release.adapter_config, party)
+        base_sha256 = release.statement.get("base_sha256")
+        return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
+    config = parse_json(files[CONFIG], f"{party}: {CONFIG}")
+    tensors, _ = parse_tensors(files[ADAPTER], f"{party}: {ADAPTER}", DTYPES)
+    return Adapter(party, lora_factors(tensors, config, party), config, digest)
+
+
+def lora_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
+    """Pair up the LoRA tensors of an adapter, with each module's own scaling.
+
+    Args:
+        tensors: Tensors under PEFT's keys.
+        config: PEFT's configuration: r, lora_alpha, use_rslora, rank_pattern, alpha_pattern.
+        party: Named in every refusal.
+
+    Raises:
+        DpmergeError: DPM-402 for anything that is not LoRA on linear layers, or whose shapes contradict the
+            configuration.
+    """
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
+        problem = f"{party}: peft_type = {config.get('peft_type')!r}, bias = {config.get('bias')!r}"
+        raise DpmergeError("DPM-402", problem, "only LoRA without trained biases can be merged")
+    for setting in UNSUPPORTED:
+        if config.get(setting):
+            problem = f"{party}: {setting} = {config[setting]!r} cannot be merged"
+            raise DpmergeError("DPM-402", problem, "train the adapter as plain LoRA on linear layers")
+    factors = {}
+    pairs = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
+    for stem in sorted(pairs):
+        if f"{stem}.lora_B.weight" in tensors:
+            name = stem.removeprefix(PREFIX)
+            a, b = tensors[f"{stem}.lora_A.weight"].float(), tensors[f"{stem}.lora_B.weight"].float()
+            factors[name] = Factors(a, b, _scaling(name, a, b, config, party))
+    for key in tensors:
+        if not key.endswith((".lora_A.weight", ".lora_B.weight")) or key.rpartition(".lora_")[0] not in pairs:
+            raise DpmergeError("DPM-402", f"{party}: {key} has no place in a LoRA merge", "merge plain LoRA adapters")
+    if len(tensors) != 2 * len(factors) or not factors:
+        problem = f"{party}: {len(tensors)} tensors form {len(factors)} pairs of lora_A and lora_B"
+        raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
+    return factors
+
+
+def _scaling(name: str, a: Tensor, b: Tensor, config: Mapping[str, Any], party: str) -> float:
+    rank = int(_of_pattern(config.get("rank_pattern"), name, config["r"]))
+    alpha = float(_of_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
+    if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:
+        problem = (
+            f"{party}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)} where the configuration says rank {rank}"
+        )
+        raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
+    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+
+
+def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: float) -> float:
+    """Look a module up as PEFT does: a pattern matches a whole tail of its dotted name, and the first match wins."""
+    for key, value in (pattern or {}).items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return float(value)
+    return default
+
+
+def gather(adapters: Sequence[Adapter], *, strict: bool = True) -> tuple[dict[str, tuple[Factors, ...]], list[str]]:
+    """Check that adapters fit together, and line their modules up: the merge gate.
+
+    Args:
+        adapters: At least one, with different party names.
+        strict: Refuse a module that some party does not adapt. Otherwise its delta there is 0, and it is listed.
+
+    Returns:
+        The factors per module, and a list "party: module" of what was taken as 0.
+
+    Raises:
+        DpmergeError: DPM-403 without adapters; DPM-402 with *every* mismatch, each by party and module.
+    """
+    if not adapters:
+        raise DpmergeError("DPM-403", "no adapter to merge", "give at least one release or PEFT adapter folder")
+    first = adapters[0]
+    shapes: dict[str, tuple[int, int, str]] = {}
+    problems: list[str] = []
+    for adapter in adapters:
+        problems += _base_mismatch(first, adapter)
+        for name, factors in adapter.modules.items():
+            out, width, owner = shapes.setdefault(name, (len(factors.b), factors.a.shape[1], adapter.party))
+            if (out, width) != (len(factors.b), factors.a.shape[1]):
+                shape = (len(factors.b), factors.a.shape[1])
+                problems.append(f"{adapter.party}: {name} is {shape} but ({out}, {width}) at {owner}")
+            if not (torch.isfinite(factors.a).all() and torch.isfinite(factors.b).all()):
+                problems.append(f"{adapter.party}: {name} holds NaN or infinity")
+    absent = [f"{a.party}: {name}" for name in sorted(shapes) for a in adapters if name not in a.modules]
+    problems += [f"{entry} is not adapted" for entry in absent if strict]
+    parties = [adapter.party for adapter in adapters]
+    problems += [f"{party} appears twice" for party in sorted({p for p in parties if parties.count(p) > 1})]
+    if problems:
+        fix = "merge adapters of one base model and one set of modules, each party once"
+        raise DpmergeError("DPM-402", "; ".join(problems), fix)
+    nothing = {name: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width, _) in shapes.items()}
+    return {n: tuple(a.modules.get(n, nothing[n]) for a in adapters) for n in sorted(shapes)}, absent
+
+
+def _base_mismatch(first: Adapter, other: Adapter) -> list[str]:
+    """Compare base models by hash where both state one, else by name."""
+    if first.base_sha256 and other.base_sha256:
+        known, found = first.base_sha256, other.base_sha256
+    else:
+        known, found = first.base, other.base
+    return [f"{other.party}: base model {found} but {known} at {first.party}"] if known != found else []

@@ -1,0 +1,64 @@
+"""Linear methods: weighted sums of weight changes, exact in the factors.
+
+None of them ever adds factors of different parties to each other, (Σ B)(Σ A), which would bring in cross terms B_t A_s.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.server.merging.deltas import Factors, Modules
+from dpmerge.server.merging.lowrank import truncate, weighted_sum
+from dpmerge.server.merging.recipe import Outcome, Recipe
+
+
+def average(modules: Modules, recipe: Recipe) -> Outcome:
+    """Return Σ w_t τ_t / Σ w_t.
+
+    Raises:
+        DpmergeError: DPM-103 when a weight is negative or all are 0.
+    """
+    return weighted(modules, shares(recipe.weights), recipe.rank, 1.0)
+
+
+def task_arithmetic(modules: Modules, recipe: Recipe) -> Outcome:
+    """Return coefficient · Σ w_t τ_t.
+
+    References: arXiv 2212.04089, section 2. Deviations: none.
+    """
+    return weighted(modules, recipe.weights, recipe.rank, recipe.factor)
+
+
+def concat(modules: Modules, recipe: Recipe) -> Outcome:
+    """Return coefficient · Σ w_t τ_t as stacked factors, of rank Σ r_t unless another is asked for."""
+    merged, lost = {}, {}
+    for name, factors in modules.items():
+        scales = [recipe.factor * weight * item.scaling for weight, item in zip(recipe.weights, factors, strict=True)]
+        columns = [(item.b.double() * scale).float() for item, scale in zip(factors, scales, strict=True)]
+        stacked = Factors(torch.cat([item.a for item in factors]), torch.cat(columns, 1))
+        merged[name], lost[name] = truncate(stacked, recipe.rank or stacked.rank)
+    return Outcome(merged, recipe.factor, lost)
+
+
+def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Outcome:
+    """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
+    merged, lost = {}, {}
+    for name, factors in modules.items():
+        total = weighted_sum(factors, [coefficient * weight for weight in weights])
+        full = min(len(total.b), total.a.shape[1])  # a matrix needs no more, however many factors were stacked
+        merged[name], lost[name] = truncate(total, min(rank or full, full))
+    return Outcome(merged, coefficient, lost)
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """Scale weights of at least 0 to sum 1.
+
+    >>> shares([1, 3])
+    [0.25, 0.75]
+    """
+    total = sum(weights)
+    if min(weights) < 0 or not 0 < total < float("inf"):
+        problem = f"weights {list(weights)} are no shares of an average"
+        raise DpmergeError("DPM-103", problem, "give weights of at least 0, not all 0; task-arithmetic takes any")
+    return [weight / total for weight in weights]

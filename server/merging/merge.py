@@ -1,0 +1,197 @@
+"""Merge adapters into one low-rank weight change per module, with an account of it, and write that as a model."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import MERGED, Release
+from dpmerge.server.merging.deltas import PREFIX, Adapter, Factors, gather
+from dpmerge.server.merging.geometry import cosines, overlaps
+from dpmerge.server.merging.lowrank import gram
+from dpmerge.server.merging.recipe import SEMANTICS, Outcome, Recipe
+from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
+
+MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """A merged weight change and how it came about.
+
+    Attributes:
+        modules: Factors with scaling 1, per module of the base model.
+        info: JSON values: `method`, `parameters`, `parties`, `weights`, `coefficient` (used), `norms` (‖τ_t‖ per
+            party), `overlap` (matrix of cosines, or None above 64 parties), `norm`, `rank` (largest),
+            `truncation_error` (relative, over the whole model), `absent` ("party: module" taken as 0).
+    """
+
+    modules: dict[str, Factors]
+    info: dict[str, Any]
+
+
+def merge(
+    adapters: Sequence[Adapter],
+    *,
+    method: str,
+    weights: Mapping[str, float] | None = None,
+    coefficient: float | None = None,
+    density: float | None = None,
+    semantics: str = "paper",
+    rank: int | None = None,
+    seed: int = 0,
+    strict: bool = True,
+) -> Merged:
+    """Merge adapters. A pure function: the same adapters, in any order, give the same bytes.
+
+    Args:
+        adapters: At least one; see `read_adapter`, `adapter_from_files`.
+        method: A name of `METHODS`.
+        weights: Party → finite weight; all 1 if None.
+        coefficient: Factor on the sum, where the method takes one.
+        density: Share of entries to keep, in (0, 1], where the method takes one.
+        semantics: Whose TIES, where the method takes one.
+        rank: Rank of the result; None keeps the lowest exact one (for element-wise methods: the sum of the inputs'
+            ranks).
+        seed: Of random masks.
+        strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
+
+    Raises:
+        DpmergeError: DPM-104 for an unknown method, DPM-103 for a parameter, DPM-402 and DPM-403 for the adapters.
+    """
+    if method not in METHODS:
+        raise DpmergeError("DPM-104", f"merge method {method!r} is unknown", f"choose one of {', '.join(METHODS)}")
+    row = METHODS[method]
+    adapters = sorted(adapters, key=lambda adapter: adapter.party)
+    modules, absent = gather(adapters, strict=strict)
+    parties = tuple(adapter.party for adapter in adapters)
+    stated = None if semantics == "paper" else semantics  # the default of every caller, also where no method takes it
+    given = {"coefficient": coefficient, "density": density, "semantics": stated, "rank": rank}
+    parameters = _parameters(row, given)
+    chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
+    recipe = Recipe(parties=parties, weights=_weights(parties, weights), seed=seed, **chosen)
+    outcome = row.function(modules, recipe)
+    info = {
+        "method": method,
+        "parameters": parameters | {"seed": seed, "strict": strict},
+        "parties": list(parties),
+        "weights": list(recipe.weights),
+        "absent": absent,
+    }
+    return Merged(outcome.modules, info | _measures(modules, outcome))
+
+
+def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
+    """Return a merged model as PEFT opens it, with every input's head and a record of how to merge it again.
+
+    Args:
+        merged: From `merge`.
+        adapters: The adapters that were merged.
+    """
+    adapters = sorted(adapters, key=lambda adapter: adapter.party)
+    tensors = {}
+    for name, factors in merged.modules.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = factors.a
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = factors.b
+    weights = dict(zip(merged.info["parties"], merged.info["weights"], strict=True))
+    inputs = [
+        {"party": a.party, "sha256": a.sha256, "epsilon": a.statement.get("epsilon"), "weight": weights[a.party]}
+        for a in adapters
+    ]
+    record = {
+        "schema": 1,
+        "inputs": inputs,
+        "base_sha256": next((a.base_sha256 for a in adapters if a.base_sha256), None),
+        "versions": {name: version(name) for name in ("dpmerge", "torch")},
+        **{key: merged.info[key] for key in ("method", "parameters", "coefficient", "truncation_error", "absent")},
+    }
+    heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
+    return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
+
+
+def _parameters(row: MergeMethod, given: Mapping[str, float | str | None]) -> dict[str, float | str | None]:
+    """Fill in the row's defaults and check every value."""
+    chosen = dict(row.parameters)
+    for key, value in given.items():
+        if value is None:
+            continue
+        if key not in row.parameters:
+            raise _refused(
+                key, value, f"is no parameter of {row.name}", f"remove it; {row.name} takes {', '.join(chosen)}"
+            )
+        chosen[key] = value
+    coefficient, density, rank = chosen.get("coefficient"), chosen.get("density"), chosen.get("rank")
+    if coefficient == REQUIRED:
+        raise _refused("coefficient", None, f"has no default for {row.name}", "state it, for example 0.5")
+    if isinstance(coefficient, float | int) and not math.isfinite(coefficient):
+        raise _refused("coefficient", coefficient, "is not finite", "state a number such as 0.5")
+    if isinstance(density, float | int) and not 0 < density <= 1:
+        raise _refused("density", density, "is outside (0, 1]", "state the share of entries to keep, for example 0.2")
+    if rank is not None and (not isinstance(rank, int) or rank < 1):
+        raise _refused("rank", rank, "is not a positive integer", "choose a rank of at least 1")
+    if chosen.get("semantics", "paper") not in SEMANTICS:
+        raise _refused("semantics", chosen["semantics"], "is unknown", f"choose one of {', '.join(SEMANTICS)}")
+    return chosen
+
+
+def _refused(key: str, value: object, constraint: str, fix: str) -> DpmergeError:
+    return DpmergeError("DPM-103", f"merge.{key} = {value!r} {constraint}", fix)
+
+
+def _weights(parties: Sequence[str], weights: Mapping[str, float] | None) -> tuple[float, ...]:
+    if weights is None:
+        return (1.0,) * len(parties)
+    if set(weights) != set(parties):
+        problem = f"weights name {', '.join(sorted(weights))}, but the parties are {', '.join(parties)}"
+        raise DpmergeError("DPM-103", problem, "give one weight per party")
+    for party, weight in weights.items():
+        if not math.isfinite(weight):
+            raise _refused(f"weights.{party}", weight, "is not finite", "give a finite weight")
+    return tuple(float(weights[party]) for party in parties)
+
+
+def _measures(modules: Mapping[str, tuple[Factors, ...]], outcome: Outcome) -> dict[str, Any]:
+    parties = range(len(next(iter(modules.values()))))
+    overlap = None
+    if len(parties) <= MAX_OVERLAP_PARTIES:
+        inner = overlaps(modules)
+        squares, overlap = inner.diagonal(), cosines(inner).tolist()
+    else:
+        squares = torch.tensor([sum(float(gram(f[t : t + 1])) for f in modules.values()) for t in parties])
+    norm = math.sqrt(sum(max(float(gram([factors])), 0.0) for factors in outcome.modules.values()))
+    lost = math.hypot(*outcome.lost.values())
+    whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
+    return {
+        "coefficient": outcome.coefficient,
+        "norms": squares.clamp(min=0).sqrt().tolist(),
+        "overlap": overlap,
+        "norm": norm,
+        "rank": max(factors.rank for factors in outcome.modules.values()),
+        "truncation_error": lost / whole if whole else 0.0,
+    }
+
+
+def _peft_config(modules: Mapping[str, Factors], like: Adapter) -> dict[str, Any]:
+    """Describe the merged factors to PEFT: exact module names, each with its own rank, and a scaling of 1."""
+    ranks = {name: factors.rank for name, factors in modules.items()}
+    common = max(ranks.values())
+    ragged = {name: rank for name, rank in ranks.items() if rank != common}
+    return like.config | {
+        "base_model_name_or_path": like.base,
+        "r": common,
+        "lora_alpha": common,
+        "rank_pattern": ragged,
+        "alpha_pattern": dict(ragged),
+        "use_rslora": False,
+        "lora_dropout": 0.0,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+        "exclude_modules": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }

@@ -1,0 +1,58 @@
+"""What every method is given, and what it gives back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dpmerge.server.merging.deltas import Factors, Modules
+
+SEMANTICS = ("paper", "peft", "mergekit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Parameters of one merge, resolved: a method reads those that its registry row lists.
+
+    Attributes:
+        parties: Names, in the order of the factors of every module.
+        weights: One finite number per party, as given; a method that averages divides by their sum.
+        coefficient: Factor on the sum, or None for the method's own choice.
+        density: Share of entries to keep, in (0, 1].
+        semantics: Whose TIES: "paper", "peft" or "mergekit".
+        ridge: Relative ridge of a least-squares method, at least 0.
+        common_share: Share of the directions that `iso-cts` takes from the sum, in [0, 1].
+        rank: Rank of the result, or None for the lowest exact one.
+        seed: Of random masks.
+    """
+
+    parties: tuple[str, ...]
+    weights: tuple[float, ...]
+    coefficient: float | None = None
+    density: float = 1.0
+    semantics: str = "paper"
+    ridge: float = 0.0
+    common_share: float = 0.8
+    rank: int | None = None
+    seed: int = 0
+
+    @property
+    def factor(self) -> float:
+        """The coefficient, 1 where none is stated."""
+        return 1.0 if self.coefficient is None else self.coefficient
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A merged weight change.
+
+    Attributes:
+        modules: Factors with scaling 1, per module.
+        coefficient: The factor that was used on the weighted sum, where a method has one.
+        lost: Frobenius norm of what the rank left out, per module.
+    """
+
+    modules: dict[str, Factors]
+    coefficient: float
+    lost: dict[str, float] = field(default_factory=dict)
+
+
+Method = Callable[[Modules, Recipe], Outcome]

@@ -1,0 +1,117 @@
+"""The table of merge methods: what each does, where it comes from, what it takes, and which laws it obeys."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dpmerge.server.merging.geometry import geometry
+from dpmerge.server.merging.linear import average, concat, task_arithmetic
+from dpmerge.server.merging.recipe import Method
+from dpmerge.server.merging.sparse import dare, dare_ties, ties
+
+LAWS = {
+    "identity": "one adapter with weight 1 and density 1 is itself",
+    "idempotent": "identical adapters give that adapter",
+    "additive": "T identical adapters give T times that adapter",
+    "cancels": "weights 1 and -1 of one adapter give zero",
+    "factor-free": "the form of the factors, (B G⁻¹, G A) or ranks padded with zeros, changes nothing",
+}
+"""Laws that a row may declare; a contract test checks every row against those, and all rows against the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeMethod:
+    """One row of the registry.
+
+    Attributes:
+        name: As written in a configuration.
+        family: The file it lives in.
+        summary: One line.
+        source: arXiv id, or "-".
+        function: Modules and recipe to outcome.
+        laws: Keys of `LAWS` that hold.
+        parameters: What it takes, with defaults; None is "chosen by the method", "required" has no default.
+        limit: Parameters under which the method is another one, and that one's name.
+    """
+
+    name: str
+    family: str
+    summary: str
+    source: str
+    function: Method
+    laws: frozenset[str]
+    parameters: Mapping[str, float | str | None]
+    limit: tuple[Mapping[str, float], str] | None = None
+
+
+REQUIRED = "required"
+
+METHODS = {
+    method.name: method
+    for method in (
+        MergeMethod(
+            name="average",
+            family="linear",
+            summary="Weighted mean of the weight changes.",
+            source="2212.04089",
+            function=average,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"rank": None},
+        ),
+        MergeMethod(
+            name="task-arithmetic",
+            family="linear",
+            summary="Stated coefficient times the weighted sum.",
+            source="2212.04089",
+            function=task_arithmetic,
+            laws=frozenset({"identity", "additive", "cancels", "factor-free"}),
+            parameters={"coefficient": REQUIRED, "rank": None},
+        ),
+        MergeMethod(
+            name="concat",
+            family="linear",
+            summary="The weighted sum as stacked factors, without any decomposition.",
+            source="-",
+            function=concat,
+            laws=frozenset({"identity", "additive", "cancels", "factor-free"}),
+            parameters={"coefficient": 1.0, "rank": None},
+        ),
+        MergeMethod(
+            name="ties",
+            family="sparse",
+            summary="Trim small entries, elect signs, average what agrees.",
+            source="2306.01708",
+            function=ties,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
+        ),
+        MergeMethod(
+            name="dare",
+            family="sparse",
+            summary="Drop entries at random, rescale the rest, sum.",
+            source="2311.03099",
+            function=dare,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.5, "rank": None},
+            limit=({"density": 1.0}, "task-arithmetic"),
+        ),
+        MergeMethod(
+            name="dare-ties",
+            family="sparse",
+            summary="Drop entries at random, rescale, then elect signs and average what agrees.",
+            source="2311.03099",
+            function=dare_ties,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.5, "semantics": "paper", "rank": None},
+            limit=({"density": 1.0}, "ties"),
+        ),
+        MergeMethod(
+            name="geometry",
+            family="geometry",
+            summary="A sum as long as the parties' changes are on average.",
+            source="-",
+            function=geometry,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": None, "rank": None},
+        ),
+    )
+}
