@@ -55,6 +55,8 @@ def download(channel: Literal["pip", "npm"], distribution: str, version: str, fo
         lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no archive arrived"]
         offline = any(sign in done.stderr for sign in OFFLINE_SIGNS)
         reason = "no network" if offline else lines[-1].removeprefix("ERROR: ")
+        if "No module named pip" in reason:
+            again = f"run python -m ensurepip, then {again}"
         raise DpmergeError("DPM-201", f"asset {asset} is missing and {channel} cannot download it: {reason}", again)
     return archives[0]
 

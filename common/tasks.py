@@ -5,7 +5,6 @@ is the test half. No random number is involved: a party, a server and a simulati
 """
 
 import csv
-import difflib
 import email
 import hashlib
 import html
@@ -16,8 +15,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from dpmerge.common.assets import asset_folder
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.assets import asset_folder, unknown_name
 from dpmerge.common.records import Records
 
 MAX_CHARACTERS = 3000  # more than 512 tokens hold; keeps long mails from costing time in the tokenizer
@@ -68,9 +66,7 @@ def load_task(name: str) -> TaskData:
         DpmergeError: DPM-104 for an unknown name; DPM-201 or DPM-202 if the asset is missing or corrupted.
     """
     if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise DpmergeError("DPM-104", f"task {name!r} is unknown", f"{hint}choose one of {', '.join(TASKS)}")
+        raise unknown_name("task", name, list(TASKS))
     task = TASKS[name]
     return split(task.read(asset_folder(task.asset)), list(task.labels), task.max_records)
 
