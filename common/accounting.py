@@ -1,0 +1,308 @@
+"""What a mechanism costs, and how much noise a target allows.
+
+The claim is dp-accounting's pessimistic privacy-loss distribution (PLD), valid at any discretisation. Two independent
+accountants watch it: Opacus's PRV must agree to within its own error, RDP must lie above. The Gaussian (CLT)
+approximation is never used: it understates ε. The convolutions are FFTs in float64, so δ below 1e-12 is refused
+rather than answered with rounding error.
+
+>>> mechanism = calibrate(target_epsilon=3.0, target_delta=1e-5, population=1000, expected_batch_size=64, num_steps=156,
+...                       l2_clip_norm=1.0)
+>>> round(mechanism.noise_multiplier, 3), round(epsilon_pld(mechanism), 3)
+(1.407, 3.0)
+
+References:
+    PLD: arXiv 1807.02130, connect-the-dots 2207.04380. PRV: arXiv 2106.02848. RDP: arXiv 1908.10530.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.metadata import version
+from typing import Any
+
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import privacy_loss_distribution as pld
+from dp_accounting.rdp import RdpAccountant
+from scipy.optimize import brentq
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import (
+    SAMPLER_TV_PER_VALUE,
+    AscentSampling,
+    Mechanism,
+    NoiseMode,
+    PrivacyUnit,
+    Sharpness,
+)
+
+MIN_DELTA = 1e-12
+MAX_EPSILON = 100.0
+"""Beyond it e^ε is no promise, and loss distributions grow past any memory."""
+
+_MAX_RDP = 10 * MAX_EPSILON
+_INTERVAL = 1e-4
+_MAX_LOSS_CELLS = 2**18
+_PRV_RELATIVE_ERROR = 0.01
+_RDP_ORDERS = (*range(2, 64), 128, 256, 512, 1024)  # integers: their closed form converges everywhere
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounting:
+    """One mechanism's cost by three accountants; all ε at the same δ.
+
+    Attributes:
+        epsilon: The claim (pessimistic PLD); infinite without privacy.
+        epsilon_optimistic: Optimistic PLD; the truth lies between the two.
+        epsilon_prv: Upper end of Opacus's PRV bracket.
+        epsilon_rdp: Upper bound by Rényi divergence.
+        delta: δ of the claim.
+        sampler_delta: The part of δ that pays for the secure sampler's distance from an ideal Gaussian.
+        accountant: Name and version of what computed `epsilon`.
+    """
+
+    epsilon: float
+    epsilon_optimistic: float
+    epsilon_prv: float
+    epsilon_rdp: float
+    delta: float
+    sampler_delta: float
+    accountant: str
+
+
+def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
+    """Return ε of the whole training at its δ, as claimed (pessimistic) or as a bracket's lower end.
+
+    Raises:
+        DpmergeError: DPM-501 where the number could not be trusted: δ < 1e-12, ε > 100, or δ eaten up by the sampler.
+    """
+    if not mechanism.private:
+        return math.inf
+    delta = _delta_left(mechanism, 0.0)
+    remedy = "add noise, train fewer steps, or state private = false"
+    is_sane = _rdp(mechanism, delta) <= _MAX_RDP  # a cheap look first: hopeless loss distributions outgrow memory
+    _refuse_unless(is_sane, f"epsilon is far above {MAX_EPSILON:g}", remedy)
+    loss = _composed(mechanism.queries, mechanism.sampling_prob, pessimistic)
+    epsilon = -1.0
+    larger = float(loss.get_epsilon_for_delta(delta))
+    while larger > epsilon:  # the sampler's charge grows with ε and ε with the charge: climb to the least fixed point
+        epsilon = larger
+        _refuse_unless(epsilon <= MAX_EPSILON, f"epsilon = {epsilon:g} is above {MAX_EPSILON:g}", remedy)
+        larger = float(loss.get_epsilon_for_delta(_delta_left(mechanism, epsilon)))
+    return epsilon
+
+
+def epsilon_rdp(mechanism: Mechanism) -> float:
+    """Return ε by Rényi divergence at integer orders: an upper bound, never below the truth."""
+    if not mechanism.private:
+        return math.inf
+    return _rdp(mechanism, _delta_left(mechanism, epsilon_pld(mechanism)))
+
+
+def epsilon_prv(mechanism: Mechanism) -> float:
+    """Return the upper end of Opacus's PRV bracket, which is 1 % of max(1, ε) above its estimate."""
+    if not mechanism.private:
+        return math.inf
+    from opacus.accountants import PRVAccountant  # seconds to import, and only a cross-check needs it
+
+    epsilon = epsilon_pld(mechanism)
+    accountant = PRVAccountant()
+    accountant.history = [(sigma, mechanism.sampling_prob, count) for sigma, count in mechanism.queries]
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # log(0) at q = 1 and the range of its internal RDP orders; the result is checked
+        error = _PRV_RELATIVE_ERROR * max(1.0, epsilon)
+        return float(accountant.get_epsilon(_delta_left(mechanism, epsilon), eps_error=error))
+
+
+@lru_cache(maxsize=64)
+def cross_check(mechanism: Mechanism) -> Accounting:
+    """Return the claim together with its witnesses, or refuse it.
+
+    Raises:
+        DpmergeError: DPM-501 if PRV disagrees beyond its own error, or RDP lies below the claim.
+    """
+    epsilon = epsilon_pld(mechanism)
+    accounting = Accounting(
+        epsilon=epsilon,
+        epsilon_optimistic=epsilon_pld(mechanism, pessimistic=False),
+        epsilon_prv=epsilon_prv(mechanism),
+        epsilon_rdp=epsilon_rdp(mechanism),
+        delta=mechanism.target_delta,
+        sampler_delta=mechanism.target_delta - _delta_left(mechanism, epsilon) if mechanism.private else 0.0,
+        accountant=f"dp-accounting {version('dp-accounting')} PLD",
+    )
+    _refuse_disagreement(accounting)
+    return accounting
+
+
+def calibrate(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    population: int,
+    expected_batch_size: int,
+    num_steps: int,
+    l2_clip_norm: float,
+    sharpness: Sharpness = "none",
+    noise: NoiseMode = "fast",
+    ascent_sampling: AscentSampling = "paired",
+    ascent_share: float = 0.5,
+    num_coordinates: int = 0,
+    privacy_unit: PrivacyUnit = "record",
+) -> Mechanism:
+    """Return the mechanism with the least noise that keeps ε at or under the target.
+
+    Args:
+        target_epsilon: ε in (0, 100]. Never exceeded; less than 0.01 % of σ is given away.
+        target_delta: δ in [1e-12, 1).
+        population: Declared number of units.
+        expected_batch_size: B.
+        num_steps: T.
+        l2_clip_norm: C.
+        sharpness: "sam" spends on an ascent query too.
+        noise: With "secure", `num_coordinates` values a query are charged to δ first.
+        ascent_sampling: "paired" or "separate" Poisson samples ("sam" only).
+        ascent_share: Share of the precision σ⁻² that the ascent query gets, in (0, 1) ("sam" only).
+        num_coordinates: Length of the trainable vector.
+        privacy_unit: "record" or "user".
+
+    Raises:
+        DpmergeError: DPM-501 if no noise reaches the target; DPM-103 if a value is out of range.
+    """
+    if not 0 < target_epsilon <= MAX_EPSILON:
+        raise DpmergeError(
+            "DPM-103", f"epsilon = {target_epsilon!r} is refused", f"it must lie in (0, {MAX_EPSILON:g}]"
+        )
+    if not 0 < ascent_share < 1:
+        raise DpmergeError("DPM-103", f"ascent_share = {ascent_share!r} is refused", "it must lie inside (0, 1)")
+    is_sam = sharpness == "sam"
+    unit_noise = Mechanism(
+        noise_multiplier=(1 - ascent_share) ** -0.5 if is_sam else 1.0,
+        ascent_noise_multiplier=ascent_share**-0.5 if is_sam else None,
+        l2_clip_norm=l2_clip_norm,
+        population=population,
+        expected_batch_size=expected_batch_size,
+        num_steps=num_steps,
+        target_delta=target_delta,
+        num_coordinates=num_coordinates,
+        sharpness=sharpness,
+        ascent_sampling=ascent_sampling,
+        noise=noise,
+        privacy_unit=privacy_unit,
+    )
+    return _calibrated(unit_noise, float(target_epsilon))
+
+
+@lru_cache(maxsize=256)
+def _calibrated(unit_noise: Mechanism, target: float) -> Mechanism:
+    """Scale every noise of `unit_noise` by the least common factor that meets the target.
+
+    A coarse PLD (cells ten times as wide, still pessimistic) finds the root cheaply; the claimed PLD, a little tighter,
+    confirms it or takes the last steps. ε falls at least as fast as 1/σ: a relative slack in ε bounds that in σ.
+    """
+    delta = _delta_left(unit_noise, target)
+    q = unit_noise.sampling_prob
+
+    def epsilon_at(scale: float, coarseness: int) -> float:
+        queries = tuple((sigma * scale, count) for sigma, count in unit_noise.queries)
+        return float(_composed(queries, q, True, coarseness).get_epsilon_for_delta(delta))
+
+    scale = _least_scale(lambda s: epsilon_at(s, 10), target, start=1.0, step=math.log(2))
+    if not (1 - 2e-5) * target <= epsilon_at(scale, 1) <= target:
+        scale = _least_scale(lambda s: epsilon_at(s, 1), target, start=scale, step=0.02)
+    ascent = unit_noise.ascent_noise_multiplier
+    return replace(
+        unit_noise,
+        noise_multiplier=unit_noise.noise_multiplier * scale,
+        ascent_noise_multiplier=None if ascent is None else ascent * scale,
+    )
+
+
+def _least_scale(epsilon_at: Callable[[float], float], target: float, *, start: float, step: float) -> float:
+    """Return a scale within 3e-5 (relative) above the least that keeps ε ≤ target; `step` widens the log bracket."""
+
+    def excess(log_scale: float) -> float:
+        return epsilon_at(math.exp(log_scale)) - target
+
+    low = high = math.log(start)
+    while excess(high) > 0:
+        low, high = high, high + step
+        _refuse_unless(
+            high < 30, f"no noise reaches epsilon = {target:g} here", "raise epsilon or delta, or train fewer steps"
+        )
+    while excess(low) <= 0:
+        low, high = low - step, low
+        remedy = "lower delta: each record is so rarely sampled that delta alone covers it"
+        _refuse_unless(low > -7, f"epsilon = {target:g} is met without any noise", remedy)
+    root = float(brentq(excess, low, high, xtol=1e-5))
+    while excess(root) > 0:  # brentq may stop on the wrong side of the root, by at most its tolerance
+        root += 1e-5
+    return math.exp(root)
+
+
+@lru_cache(maxsize=32)
+def _composed(queries: tuple[tuple[float, int], ...], q: float, pessimistic: bool, coarseness: int = 1) -> Any:
+    """Return dp-accounting's loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
+    sigmas = [sigma for sigma, _ in queries]
+    total = None
+    for sigma, count in queries:
+        one = pld.from_gaussian_mechanism(
+            standard_deviation=sigma,
+            sampling_prob=q,
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=coarseness * _interval(min(sigmas), max(sigmas), q),
+            use_connect_dots=pessimistic,  # connect-the-dots exists for the pessimistic side only
+        )
+        composed = one.self_compose(count)
+        total = composed if total is None else total.compose(composed)
+    return total
+
+
+def _interval(smallest_sigma: float, largest_sigma: float, q: float) -> float:
+    """Return a loss cell's width: 1e-4; less where one query's loss, about q/σ, is as small; more where it is huge."""
+    largest_loss = 0.5 / smallest_sigma**2 + 10 / smallest_sigma
+    return max(min(_INTERVAL, q / (40 * largest_sigma)), largest_loss / _MAX_LOSS_CELLS)
+
+
+def _rdp(mechanism: Mechanism, delta: float) -> float:
+    accountant = RdpAccountant(orders=_RDP_ORDERS)
+    for sigma, count in mechanism.queries:
+        accountant.compose(PoissonSampledDpEvent(mechanism.sampling_prob, GaussianDpEvent(sigma)), count)
+    return float(accountant.get_epsilon(delta))
+
+
+def _delta_left(mechanism: Mechanism, epsilon: float) -> float:
+    """Return what remains of δ for the ideal mechanism at this ε.
+
+    If all the sampler's output is within total variation η of the ideal, then for neighbours D, D' and any event S
+    P[M(D) ∈ S] ≤ η + δ' + e^ε (P[M(D') ∈ S] + η). So it costs (1 + e^ε) η, and η ≤ (values drawn)·(bound of one).
+    """
+    delta = mechanism.target_delta
+    if mechanism.private and mechanism.noise == "secure":
+        charge = (1 + math.exp(epsilon)) * mechanism.num_noise_values * SAMPLER_TV_PER_VALUE
+        delta -= charge
+        remedy = "raise delta, lower epsilon, or train fewer coordinates"
+        _refuse_unless(
+            delta > 0, f"delta = {mechanism.target_delta:g} is below the secure sampler's error {charge:.1e}", remedy
+        )
+    _refuse_unless(delta >= MIN_DELTA, f"delta = {delta:g} is too small to account", f"choose at least {MIN_DELTA:g}")
+    return delta
+
+
+def _refuse_unless(holds: bool, problem: str, fix: str) -> None:
+    if not holds:
+        raise DpmergeError("DPM-501", problem, fix)
+
+
+def _refuse_disagreement(accounting: Accounting) -> None:
+    epsilon, prv, rdp = accounting.epsilon, accounting.epsilon_prv, accounting.epsilon_rdp
+    if math.isinf(epsilon):
+        return
+    tolerance = _PRV_RELATIVE_ERROR * max(1.0, epsilon)  # PRV's bracket is twice this wide and ends at its upper bound
+    remedy = "this corner is outside what the accountants can vouch for: choose other settings, and report it"
+    agrees = epsilon - tolerance / 10 <= prv <= epsilon + 2.1 * tolerance
+    _refuse_unless(agrees, f"PRV gives {prv:.6g}, PLD {epsilon:.6g}", remedy)
+    _refuse_unless(rdp >= epsilon - 1e-3, f"RDP gives {rdp:.6g}, below PLD's {epsilon:.6g}", remedy)

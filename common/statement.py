@@ -1,0 +1,176 @@
+"""The DP statement: what a release claims, in numbers that anyone can check and a sentence that anyone can read.
+
+Its numbers come from the `Mechanism` that ran; `check_statement` rebuilds that mechanism from the statement alone and
+recomputes ε. The list of fields follows NIST SP 800-226 (unit, neighbours, parameters, trust model, what is not
+protected) and tier 3 of OpenDP's registry of deployments (enough to recompute the claim).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dpmerge.common.accounting import Accounting, epsilon_pld
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import FIELD_NAMES, Mechanism
+
+SCHEMA = 1
+NORMALISATION = "expected_batch_size"
+SAMPLING = "poisson"
+TRUST_MODEL = (
+    "The party adds the noise itself, before anything leaves it. The server and everyone who sees the release may be "
+    "curious; the party's own machine, its code and its source of randomness are trusted."
+)
+NOT_PROTECTED = (
+    "The base model, the task, its label names, the declared population and the training settings are public.",
+    "A unit whose data is also at another party, or in another release of this one, is covered by the sum of both.",
+    "A person with several records is covered for each record, not for all together, unless the unit is a user.",
+    "What the data says about people in general, whether or not they are in it, is not hidden: it is what is learned.",
+)
+
+_TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on
+_TEXTS = ("party", "task", "base_sha256", "tuning_disclosure", "accountant", "trust_model")
+_DERIVED = ("schema", "epsilon", "sampling_prob", "neighboring_relation", "normalisation", "sampling", "noise_seed")
+_OTHERS = ("labels", "not_protected", "sampler_delta", "cross_check", "training")
+_KEYS = frozenset((*FIELD_NAMES, *_TEXTS, *_DERIVED, *_OTHERS))
+
+
+def build_statement(
+    mechanism: Mechanism,
+    accounting: Accounting,
+    *,
+    party: str,
+    task: str,
+    labels: Sequence[str],
+    base_sha256: str,
+    tuning_disclosure: str,
+    training: Mapping[str, Any],
+    noise_seed: Literal["operating system", "test"] = "operating system",
+) -> dict[str, Any]:
+    """Return the statement of a finished training, ready for JSON.
+
+    Args:
+        mechanism: What ran.
+        accounting: `cross_check(mechanism)`.
+        party: Name of the party.
+        task: Name of its task.
+        labels: The task's label names, public.
+        base_sha256: Hash of the shared base model.
+        tuning_disclosure: On which data the settings were chosen; never empty.
+        training: Public settings that the server needs: optimizer, learning_rate, alignment, rho, lora, …
+        noise_seed: Where the noise was seeded; "test" voids the claim, and the sentence says so.
+
+    Raises:
+        DpmergeError: DPM-401 if the tuning disclosure is empty or the accounting is another mechanism's.
+    """
+    is_private = mechanism.private
+    statement = {
+        "schema": SCHEMA,
+        "party": party,
+        "task": task,
+        "labels": list(labels),
+        "base_sha256": base_sha256,
+        "epsilon": accounting.epsilon if is_private else None,  # JSON has no infinity
+        **{name: getattr(mechanism, name) for name in FIELD_NAMES},
+        "sampling_prob": mechanism.sampling_prob,
+        "neighboring_relation": mechanism.neighboring_relation,
+        "normalisation": NORMALISATION,
+        "sampling": SAMPLING,
+        "noise_seed": noise_seed,
+        "accountant": accounting.accountant,
+        "cross_check": {
+            "epsilon_prv": accounting.epsilon_prv if is_private else None,
+            "epsilon_rdp": accounting.epsilon_rdp if is_private else None,
+            "epsilon_optimistic": accounting.epsilon_optimistic if is_private else None,
+        },
+        "sampler_delta": accounting.sampler_delta,
+        "tuning_disclosure": tuning_disclosure,
+        "trust_model": TRUST_MODEL,
+        "not_protected": list(NOT_PROTECTED),
+        "training": dict(training),
+    }
+    check_statement(statement)
+    return statement
+
+
+def mechanism_from_statement(statement: Mapping[str, Any]) -> Mechanism:
+    """Rebuild the mechanism that a statement claims.
+
+    Raises:
+        DpmergeError: DPM-401 naming the key that is missing, unknown or out of range.
+    """
+    missing, unknown = sorted(_KEYS - statement.keys()), sorted(statement.keys() - _KEYS)
+    _refuse_unless(not missing, f"the statement lacks {', '.join(missing)}")
+    _refuse_unless(not unknown, f"the statement has unknown keys: {', '.join(map(repr, unknown))}")
+    try:
+        return Mechanism(**{name: statement[name] for name in FIELD_NAMES})
+    except DpmergeError as error:
+        raise _refusal(f"the statement's {error.problem}") from error
+
+
+def check_statement(statement: Mapping[str, Any]) -> Mechanism:
+    """Return the statement's mechanism if the statement is complete and its ε follows from its own numbers.
+
+    Recomputes ε by the pessimistic PLD from σ, q, T and δ. That a party really added the noise, nobody can check.
+
+    Raises:
+        DpmergeError: DPM-401 naming what is inconsistent.
+    """
+    mechanism = mechanism_from_statement(statement)
+    fixed = {
+        "schema": SCHEMA,
+        "sampling_prob": mechanism.sampling_prob,
+        "neighboring_relation": mechanism.neighboring_relation,
+        "normalisation": NORMALISATION,
+        "sampling": SAMPLING,
+    }
+    for key, value in fixed.items():
+        found = statement[key]
+        _refuse_unless(type(found) is type(value) and found == value, f"{key} = {found!r} should be {value!r}")
+    _refuse_unless(statement["noise_seed"] in ("operating system", "test"), "noise_seed is not a known one")
+    for key in _TEXTS:
+        text = statement[key]
+        _refuse_unless(isinstance(text, str) and bool(text.strip()), f"{key} is not a text that says something")
+    _check_epsilon(statement["epsilon"], mechanism)
+    return mechanism
+
+
+def sentence(statement: Mapping[str, Any]) -> str:
+    """Return the plain claim that is printed after each run and in every report."""
+    party, task, unit = statement["party"], statement["task"], statement["privacy_unit"]
+    if not statement["private"]:
+        return f"{party} ({task}) was trained WITHOUT privacy: the release may reveal any of its records."
+    epsilon, delta = math.ceil(statement["epsilon"] * 1000) / 1000, statement["target_delta"]
+    claim = (
+        f"{party} ({task}): adding or removing any one {unit} changes the probability of any outcome by at most a "
+        f"factor e^ε plus δ, with ε = {epsilon:g} and δ = {delta:g} (declared population {statement['population']}). "
+        f"Accounted by {statement['accountant']}: Poisson sampling with q = {statement['sampling_prob']:.4g}, "
+        f"{statement['num_steps']} steps, noise multiplier {statement['noise_multiplier']:.4g}, {statement['noise']} "
+        f"noise. Not covered: the same {unit} at another party or in another release (budgets add up), and what the data says "
+        f"about people in general."
+    )
+    if statement["noise_seed"] == "test":
+        return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."
+    return claim
+
+
+def _check_epsilon(claimed: object, mechanism: Mechanism) -> None:
+    if not mechanism.private:
+        _refuse_unless(claimed is None, f"epsilon = {claimed!r} is claimed without privacy")
+        return
+    is_number = isinstance(claimed, (int, float)) and not isinstance(claimed, bool) and math.isfinite(claimed)
+    _refuse_unless(is_number, f"epsilon = {claimed!r} is not a finite number")
+    try:
+        computed = epsilon_pld(mechanism)
+    except DpmergeError as error:
+        raise _refusal(f"the statement cannot be accounted: {error.problem}") from error
+    agrees = abs(float(claimed) - computed) <= _TOLERANCE  # type: ignore[arg-type]  # a number, as checked above
+    _refuse_unless(agrees, f"epsilon = {claimed!r} is claimed, but its own numbers give {computed:.6g}")
+
+
+def _refuse_unless(holds: bool, problem: str) -> None:
+    if not holds:
+        raise _refusal(problem)
+
+
+def _refusal(problem: str) -> DpmergeError:
+    return DpmergeError("DPM-401", problem, "ask the party for the statement that its own training wrote")
