@@ -12,9 +12,8 @@ MISSING = "–"
 def results_table(results: Results) -> Table:
     """Task, ε, σ, three accuracies in percent with standard errors, and the gap in points; the mean below."""
     title = "REDUCED RUN: not to be quoted" if results.reduced else None
-    table = Table(
-        title=title, caption="accuracy in % ± standard error over test records; gap = own − merged, in points"
-    )
+    caption = "accuracy in % ± standard error over test records; gap = own − merged, in points"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("party")
     table.add_column("task")
     for name in ("ε", "σ", "base", "own", "merged", "gap"):
