@@ -1,4 +1,4 @@
-"""Records of a party's own: a CSV or JSONL file, or a data-set folder.
+"""Records of a party's own: a CSV, JSONL or Parquet file, or a data-set folder.
 
 Nothing that leaves a party may depend on a single record, so a record that cannot be used (its text is empty, its label
 is not declared, its line is broken) is left out in silence: no message, no count. What is refused is what the party
@@ -8,18 +8,22 @@ itself got wrong about the whole file, and a refusal names columns and declared 
 import csv
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dpmerge.common.errors import DpmergeError
 
-CSV_SUFFIXES = (".csv", ".tsv")
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 2**31 - 1  # csv refuses the file at 131,072: one long record must not stop a party
 SPLIT_MARK = "::"
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
 
 Table: TypeAlias = tuple[list[str], Iterable[Mapping[str, Any]]]  # column names, rows
 
@@ -43,9 +47,9 @@ def read_records(path: str | Path, *, text: str, label: str, labels: Mapping[str
     """Read labelled texts from a party's own file or folder, without any use of the network.
 
     Args:
-        path: A `.csv` or `.tsv` file (header line, UTF-8; comma, semicolon or tab between), a `.jsonl` file, a folder
-            written by `datasets.save_to_disk`, or a folder of CSV, JSONL or Parquet files. A folder may name its split
-            as `folder::split`; without, `train` is taken, or the only one.
+        path: A `.csv` or `.tsv` file (header line, UTF-8; comma, semicolon or tab between), a `.jsonl`, `.json` or
+            `.parquet` file, a folder of such files, or one written by `datasets.save_to_disk`. A folder may name its
+            split as `folder::split`; without, `train` is taken, or the only one.
         text: Name of the column with the text.
         label: Name of the column with the class.
         labels: Declared label → description. Cells are compared as strings; the order gives the class indices.
@@ -77,25 +81,25 @@ def read_records(path: str | Path, *, text: str, label: str, labels: Mapping[str
 
 
 def _read_table(path: str | Path) -> Table:
-    """Choose a reader by suffix or kind of path, and turn its failures into refusals that quote nothing."""
+    """Read one file, or the files of a folder's split; turn failures into refusals that quote nothing."""
     place, mark, split = str(path).rpartition(SPLIT_MARK) if SPLIT_MARK in str(path) else (str(path), "", "")
     source = Path(place)
     try:
         if source.is_dir():
             return _read_folder(source, split)
-        if source.suffix.lower() in CSV_SUFFIXES and not mark:
-            return _read_csv(source)
-        if source.suffix.lower() in JSONL_SUFFIXES and not mark:
-            return _read_jsonl(source)
+        if source.suffix.lower() in READERS and not mark:
+            return READERS[source.suffix.lower()](source)
     except UnicodeDecodeError:
         raise DpmergeError("DPM-203", f"{path} is not encoded in UTF-8", "save it as UTF-8") from None
-    except csv.Error:
-        raise DpmergeError("DPM-203", f"{path} is not a CSV file", "save it as CSV with a header line") from None
     except OSError as error:
-        raise DpmergeError(
-            "DPM-203", f"{path} cannot be read: {error.strerror}", "check path and permissions"
-        ) from None
-    problem = f"{path} is neither a {', '.join(CSV_SUFFIXES + JSONL_SUFFIXES)} file nor a folder"
+        problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
+        raise DpmergeError("DPM-203", problem, "check the path and the permissions") from None
+    except (csv.Error, ValueError, KeyError, TypeError):
+        raise DpmergeError("DPM-203", f"{path} is damaged, or not of the kind it seems", "write it anew") from None
+    except ImportError as error:
+        problem = f"{path} needs the package {error.name}, which is not installed"
+        raise DpmergeError("DPM-203", problem, "run pip install 'dpmerge[datasets]'") from None
+    problem = f"{path} is neither a {', '.join(READERS)} file nor a folder"
     raise DpmergeError("DPM-203", problem, "name an existing file of these kinds, or a data-set folder")
 
 
@@ -114,53 +118,79 @@ def _read_csv(path: Path) -> Table:
         csv.field_size_limit(previous)
 
 
-def _read_jsonl(path: Path) -> Table:
-    """Read one JSON object per line; a line that is anything else counts as an unusable record."""
-    rows = []
-    for line in path.read_text(encoding="utf-8-sig").split("\n"):
+def _read_json(path: Path) -> Table:
+    """Read one JSON object per line, or one array of objects; whatever is no object counts as an unusable record."""
+    content = path.read_text(encoding="utf-8-sig")
+    rows: list[Any] = []
+    for part in [content] if content.lstrip().startswith("[") else content.split("\n"):
         try:
-            row = json.loads(line)
+            parsed = json.loads(part)
         except ValueError:
             continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return list(dict.fromkeys(key for row in rows for key in row)), rows
+        rows += parsed if isinstance(parsed, list) else [parsed]
+    return _table(row for row in rows if isinstance(row, dict))
+
+
+def _read_parquet(path: Path) -> Table:
+    """Read a Parquet file."""
+    from pyarrow import parquet  # type: ignore[import-untyped]  # has no stubs
+
+    return _table(parquet.ParquetFile(path).read().to_pylist())
+
+
+READERS: dict[str, Callable[[Path], Table]] = {
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".jsonl": _read_json,
+    ".ndjson": _read_json,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+}
 
 
 def _read_folder(folder: Path, split: str) -> Table:
-    """Read a data-set folder; files are streamed, because the loaders' cache would keep private records elsewhere."""
-    try:
+    """Read a split of a data-set folder.
+
+    Only what `save_to_disk` wrote goes through `datasets`. Its loaders of plain files are avoided: they follow remote
+    addresses in a folder's README, log what is wrong with a row, and may keep private records in a cache of their own.
+    """
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
         import datasets
-    except ImportError:
-        problem = f"{folder} is a data-set folder, and the package datasets is not installed"
-        raise DpmergeError("DPM-203", problem, "run pip install 'dpmerge[datasets]'") from None
-    datasets.config.HF_HUB_OFFLINE = True  # no look-up, no download count
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its warnings describe rows, and logs travel
-    datasets.disable_progress_bars()
-    place = str(folder.absolute())  # a relative path could be taken for the name of a public data set
-    saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
-    try:
-        loaded = datasets.load_from_disk(place) if saved else datasets.load_dataset(place, streaming=True)
-        chosen = _choose_split(folder, loaded, split) if isinstance(loaded, dict) else loaded
-        rows = list(chosen)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError):
-        problem = f"{folder} is not a data set that the package datasets can read"
-        raise DpmergeError(
-            "DPM-203", problem, "write it with save_to_disk, or as CSV, JSONL or Parquet files"
-        ) from None
-    return list(dict.fromkeys(key for row in rows for key in row)), rows
+
+        loaded = datasets.load_from_disk(str(folder))
+        splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+        chosen = splits[_choose_split(folder, list(splits), split)]
+        return list(chosen.column_names), chosen
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in READERS:
+            files.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    if not files:
+        problem = f"{folder} holds neither a saved data set nor a {', '.join(READERS)} file"
+        raise DpmergeError("DPM-203", problem, "write it with save_to_disk, or put such files into it")
+    paths = files[_choose_split(folder, list(files), SPLIT_WORDS.get(split, split))]
+    return _table(row for path in paths for row in READERS[path.suffix.lower()](path)[1])
 
 
-def _choose_split(folder: Path, splits: dict[str, Any], wanted: str) -> Any:
+def _split_of(path: Path) -> str:
+    """Tell a file's split by the words of its name and folders, the last one first; without a word it is `train`."""
+    words = re.findall("[a-z]+", path.as_posix().lower())
+    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), "train")
+
+
+def _choose_split(folder: Path, names: list[str], wanted: str) -> str:
     """Return the split asked for; without a wish `train`, or the only one."""
-    names = [str(name) for name in splits]
-    name = wanted or ("train" if "train" in names or len(names) > 1 else names[0])
+    name = wanted or (names[0] if len(names) == 1 else "train")
     if name not in names:
-        problem = f"{folder} has no split {name!r}"
-        raise DpmergeError(
-            "DPM-203", problem, f"name one as {folder}{SPLIT_MARK}{names[0]}; there are {', '.join(names)}"
-        )
-    return splits[name]
+        fix = f"name one as {folder}{SPLIT_MARK}{names[0]}; there are {', '.join(names)}"
+        raise DpmergeError("DPM-203", f"{folder} has no split {name!r}", fix)
+    return name
+
+
+def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
+    """Collect rows and the columns that any of them has."""
+    kept = list(rows)
+    return list(dict.fromkeys(key for row in kept for key in row)), kept
 
 
 def _missing_column(path: str | Path, key: str, name: str, columns: list[str]) -> DpmergeError:

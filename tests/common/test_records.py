@@ -1,7 +1,6 @@
 """Own data: what is read, what is left out in silence, what is refused, and that nothing is quoted or sent."""
 
 import json
-import os
 import socket
 import sys
 from pathlib import Path
@@ -93,15 +92,22 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
         assert "secret" not in str(refusal.value)
 
 
-def test_folders_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DpmergeError, match=r"DPM-203.*pip install 'dpmerge\[datasets\]'"):
+def test_a_json_array_of_objects(tmp_path: Path) -> None:
+    rows = [{"body": text, "stars": stars} for text, stars in (("fine, really", 5), ("bad", 1), ("grüße", 5))]
+    assert read(write(tmp_path / "own.json", json.dumps(rows, indent=1))) == WANTED
+
+
+@pytest.mark.parametrize(("file", "package"), [("state.json", "datasets"), ("own.parquet", "pyarrow")])
+def test_a_missing_package_is_named(tmp_path: Path, file: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    write(tmp_path / file, "{}")
+    with pytest.raises(DpmergeError, match=rf"DPM-203.*{package}.*pip install 'dpmerge\[datasets\]'"):
         read(tmp_path)
 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    calls: list[object] = []  # recorded, not only refused: the library swallows failures of its download counter
+    calls: list[object] = []  # recorded, not only refused: libraries swallow failures of their download counters
 
     def refuse(*arguments: object, **_: object) -> None:
         calls.append(arguments)
@@ -113,7 +119,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
-def test_folders_are_read_without_network_or_cache(
+def test_saved_data_sets_and_parquet(
     tmp_path: Path, no_network: list[object], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     datasets = pytest.importorskip("datasets")
@@ -124,23 +130,47 @@ def test_folders_are_read_without_network_or_cache(
     test = datasets.Dataset.from_dict({"body": ["test half"], "stars": [1]})
     train.save_to_disk(str(tmp_path / "saved"))
     datasets.DatasetDict({"test": test, "train": train}).save_to_disk(str(tmp_path / "splits"))
-    for form in ("csv", "json", "parquet"):  # a folder called "csv" must not be taken for the public loader "csv"
-        (tmp_path / form).mkdir()
-        for name, half in (("train", train), ("test", test)):
-            getattr(half, f"to_{form}")(str(tmp_path / form / f"{name}.{form}"))
-    monkeypatch.chdir(tmp_path)
-    for folder in ("saved", "splits", "csv", "json", "parquet"):
-        assert read(folder) == WANTED, folder
-    for folder in ("splits", "csv", "json", "parquet"):
-        assert read(f"{folder}::test") == Records(("test half",), (0,)), folder
+    (tmp_path / "parquet" / "data").mkdir(parents=True)
+    train.to_parquet(str(tmp_path / "parquet" / "data" / "train-00000-of-00001.parquet"))
+    test.to_parquet(str(tmp_path / "parquet" / "data" / "test-00000-of-00001.parquet"))
+    for folder in ("saved", "splits", "parquet"):
+        assert read(tmp_path / folder) == WANTED, folder
+    for folder in ("splits", "parquet"):
+        assert read(f"{tmp_path / folder}::test") == Records(("test half",), (0,)), folder
     with pytest.raises(DpmergeError, match=r"has no split 'val'; name one as .*::test; there are test, train"):
         read(tmp_path / "splits::val")
-    (tmp_path / "torn").mkdir()
-    write(tmp_path / "torn" / "own.csv", "body,stars\nsecret,1\nsecret,1,2,3\n")
-    for folder in ("torn", "cache"):
-        os.makedirs(folder, exist_ok=True)
-        with pytest.raises(DpmergeError, match="DPM-203"):
-            read(folder)
     assert no_network == []
-    assert [path for path in cache.rglob("*") if path.is_file() and path.stat().st_size] == []  # locks are empty
+    assert not cache.exists()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_folders_of_plain_files(tmp_path: Path, no_network: list[object]) -> None:
+    remote = '---\nconfigs:\n- config_name: default\n  data_files: "hf://datasets/a/b/c.csv"\n---\n'
+    write(tmp_path / "README.md", remote)  # the loaders of the package datasets would follow this
+    (tmp_path / "training_set").mkdir()
+    write(tmp_path / "training_0.csv", 'body,stars\n"fine, really",5\nlong,9,2,3\n')
+    write(tmp_path / "training_1.jsonl", '{"body": "bad", "stars": 1}\n{"body": "grüße", "stars": 5}\n')
+    write(tmp_path / "training_set" / "test.csv", "body;stars\ntest half;1\n")
+    assert read(tmp_path) == WANTED
+    assert read(f"{tmp_path}::train") == WANTED
+    assert read(f"{tmp_path}::test") == Records(("test half",), (0,))
+    assert read(tmp_path / "training_set") == Records(("test half",), (0,))
+    with pytest.raises(DpmergeError, match=r"has no split 'validation'; name one as .*; there are test, train"):
+        read(f"{tmp_path}::val")
+    assert no_network == []
+
+
+def test_folders_that_hold_nothing_or_rubbish(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, content, said in [
+        ("notes.txt", "secret", "holds neither a saved data set nor"),
+        ("own.parquet", "secret", "is damaged"),
+        ("state.json", "secret", "cannot be read"),
+    ]:
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        write(folder / name, content)
+        with pytest.raises(DpmergeError, match="DPM-203") as refusal:
+            read(folder)
+        assert said in str(refusal.value)
+        assert "secret" not in str(refusal.value)
     assert capfd.readouterr() == ("", "")
