@@ -155,7 +155,7 @@ def test_folders_of_plain_files(tmp_path: Path, no_network: list[object]) -> Non
     assert read(f"{tmp_path}::train") == WANTED
     assert read(f"{tmp_path}::test") == Records(("test half",), (0,))
     assert read(tmp_path / "training_set") == Records(("test half",), (0,))
-    with pytest.raises(DpmergeError, match=r"has no split 'validation'; name one as .*; there are test, train"):
+    with pytest.raises(DpmergeError, match=r"has no split 'validation'; name one as .*; there are train, test"):
         read(f"{tmp_path}::val")
     assert no_network == []
 
