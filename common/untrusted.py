@@ -25,6 +25,7 @@ REASONS = {
     "unknown-party": "a party that the federation does not list",
     "party-mismatch": "the files speak of another party than the one that sent them",
     "second-release": "other bytes than this party's accepted release",
+    "corrupted": "a spooled release whose bytes have changed since",
     "pickle": "a pickled file; only safetensors and JSON are read",
     "unknown-file": "a file that is no part of the format",
     "missing-file": "a required file is not there",

@@ -1,0 +1,177 @@
+"""What the server accepts: every byte of a release is checked against what the federation agreed on.
+
+One party's bad release is refused under a reason that the party sees (`common/untrusted.py`); the others go on. Cheap
+checks come first, and nothing is parsed before its size is known. The server cannot prove that a party really added
+noise: it checks that the statement's numbers fit each other and the agreement.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import ADAPTER, CONFIG, FILES, HEAD, STATEMENT, Head, Release, release_from_files
+from dpmerge.common.statement import check_statement, mechanism_from_statement
+from dpmerge.common.untrusted import ReleaseRefused
+from dpmerge.server.merging.deltas import lora_factors
+from dpmerge.server.merging.lowrank import gram
+
+FREE_SETTINGS = frozenset({"peft_version"})
+HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
+RESEND = "train with the federation's settings and send that release"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PartyTerms:
+    """What one party agreed to.
+
+    Attributes:
+        head: A label-text head, which must come back as it is, or the start of a linear head, of which kind, labels,
+            shapes and feature scale must.
+        mechanism: Fields of `Mechanism` that must be exactly these: population, expected_batch_size, num_steps,
+            l2_clip_norm, target_delta, sharpness, noise, private, …
+        epsilon: Upper bound on the stated ε; None only where `private` is False.
+    """
+
+    head: Head
+    mechanism: Mapping[str, Any]
+    epsilon: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Expectation:
+    """What every release of a federation must look like.
+
+    Attributes:
+        parties: Terms by party; nobody else may send.
+        base_sha256: Hash of the base model and its tokenizer.
+        adapter_config: PEFT's settings, compared exactly (lists as sets). A setting that is not named here must be off.
+        shapes: Tensor key → shape; exactly these keys.
+        shared_a: Tensor key → the frozen A that all parties share, compared bit for bit; empty when A is trained.
+        max_bytes: Bound on the sum of all files.
+        max_delta_norm: Bound on the Frobenius norm of the weight change over all modules.
+        max_head_norm: Bound on the Frobenius norm of a linear head's weight and bias.
+    """
+
+    parties: Mapping[str, PartyTerms]
+    base_sha256: str
+    adapter_config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    shared_a: Mapping[str, Tensor] = field(default_factory=dict)
+    max_bytes: int = 64 << 20
+    max_delta_norm: float = 250.0
+    max_head_norm: float = 250.0
+
+
+def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -> Release:
+    """Check a party's files and return the release that they hold.
+
+    Args:
+        party: Who sent them, as the transport knows it.
+        files: File name → bytes.
+        expectation: What the federation agreed on.
+
+    Raises:
+        ReleaseRefused: DPM-401 with a reason, naming party and tensor.
+    """
+    terms = expectation.parties.get(party)
+    if terms is None:
+        raise ReleaseRefused("unknown-party", f"{party!r} is not of this federation", "ask for an invitation")
+    total = sum(len(data) for data in files.values())
+    if total > expectation.max_bytes or len(files) > len(FILES):
+        problem = f"{party}: {len(files)} files of {total} bytes"
+        raise ReleaseRefused("size", problem, f"send at most {expectation.max_bytes} bytes")
+    release = release_from_files(files, party)
+    if release.party != party:
+        raise ReleaseRefused("party-mismatch", f"{party}: {STATEMENT} is of {release.party!r}", RESEND)
+    _check_config(release, expectation)
+    _check_tensors(release, expectation)
+    _check_norm(release, expectation)
+    _check_head(release, terms.head, expectation.max_head_norm)
+    _check_statement(release, terms, expectation.base_sha256)
+    return release
+
+
+def _check_config(release: Release, expectation: Expectation) -> None:
+    where, wanted = f"{release.party}: {CONFIG}", expectation.adapter_config
+    for key in sorted({*wanted, *release.adapter_config} - FREE_SETTINGS):
+        value = release.adapter_config.get(key)
+        if key in wanted and _comparable(value) != _comparable(wanted[key]):
+            raise ReleaseRefused("config", f"{where}: {key} = {value!r} is not {wanted[key]!r}", RESEND)
+        if key not in wanted and value:
+            raise ReleaseRefused("config", f"{where}: {key} = {value!r} was not agreed", RESEND)
+
+
+def _comparable(value: Any) -> Any:
+    return sorted(map(repr, value)) if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def _check_tensors(release: Release, expectation: Expectation) -> None:
+    where = f"{release.party}: {ADAPTER}"
+    for key in sorted(release.adapter.keys() - expectation.shapes.keys()):
+        raise ReleaseRefused("unknown-key", f"{where}: {key}", RESEND)
+    for key, shape in sorted(expectation.shapes.items()):
+        if key not in release.adapter:
+            raise ReleaseRefused("missing-key", f"{where}: {key}", RESEND)
+        found = tuple(release.adapter[key].shape)
+        if found != tuple(shape):
+            raise ReleaseRefused("shape", f"{where}: {key} is {found} and not {tuple(shape)}", RESEND)
+    for key, shared in sorted(expectation.shared_a.items()):
+        if not torch.equal(release.adapter[key], shared):
+            raise ReleaseRefused("shared-a", f"{where}: {key}", RESEND)
+
+
+def _check_norm(release: Release, expectation: Expectation) -> None:
+    factors = lora_factors(release.adapter, release.adapter_config, release.party)
+    norm = math.sqrt(sum(max(float(gram([item])), 0.0) for item in factors.values()))
+    if not norm <= expectation.max_delta_norm:
+        largest = max(factors, key=lambda name: float(gram([factors[name]])))
+        problem = f"{release.party}: weight change of norm {norm:.4g} (most of it in {largest})"
+        raise ReleaseRefused(
+            "norm", problem, f"keep it under {expectation.max_delta_norm:g}: train with a smaller step"
+        )
+
+
+def _check_head(release: Release, expected: Head, max_norm: float) -> None:
+    head, where = release.heads[release.party], f"{release.party}: {HEAD}"
+    for name in ("kind", "labels", "feature_scale"):
+        if getattr(head, name) != getattr(expected, name):
+            problem = f"{where}: {name} = {getattr(head, name)!r} is not {getattr(expected, name)!r}"
+            raise ReleaseRefused("head", problem, RESEND)
+    if head.weight.shape != expected.weight.shape or (head.bias is None) != (expected.bias is None):
+        raise ReleaseRefused("head", f"{where}: weight {tuple(head.weight.shape)} or bias differs in shape", RESEND)
+    if expected.kind == "label-text":
+        if not torch.allclose(head.weight, expected.weight, rtol=HEAD_TOLERANCE, atol=HEAD_TOLERANCE):
+            raise ReleaseRefused("head", f"{where}: not the label texts' embeddings", RESEND)
+    elif (
+        not math.hypot(*(float(torch.linalg.vector_norm(t)) for t in (head.weight, head.bias) if t is not None))
+        <= max_norm
+    ):
+        raise ReleaseRefused("norm", f"{where}: larger than {max_norm:g}", "train with a smaller step")
+
+
+def _check_statement(release: Release, terms: PartyTerms, base_sha256: str) -> None:
+    where, statement = f"{release.party}: {STATEMENT}", release.statement
+    if statement.get("base_sha256") != base_sha256:
+        raise ReleaseRefused("base-mismatch", f"{where}: base_sha256 = {statement.get('base_sha256')!r}", RESEND)
+    try:
+        mechanism = mechanism_from_statement(statement)
+    except DpmergeError as error:
+        raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
+    for name, wanted in sorted(terms.mechanism.items()):
+        if getattr(mechanism, name) != wanted:
+            problem = f"{where}: {name} = {getattr(mechanism, name)!r} is not {wanted!r}"
+            raise ReleaseRefused("statement-terms", problem, RESEND)
+    epsilon = statement.get("epsilon")
+    if mechanism.private and not (isinstance(epsilon, float | int) and epsilon <= (terms.epsilon or 0.0)):
+        raise ReleaseRefused("epsilon-above-plan", f"{where}: epsilon = {epsilon} above {terms.epsilon}", RESEND)
+    if not mechanism.private and terms.epsilon is not None:
+        raise ReleaseRefused("statement-terms", f"{where}: not private", RESEND)
+    try:
+        check_statement(statement)  # last: it composes the privacy loss again, which takes a second
+    except DpmergeError as error:
+        raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error

@@ -1,0 +1,78 @@
+"""The spool: durable, idempotent, first release wins, and a merge depends on nothing else."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dpmerge.common.release import release_hash
+from dpmerge.common.untrusted import ReleaseRefused
+from dpmerge.server.spool import Spool
+
+FILES = {"adapter_config.json": b"{}", "statement.json": b'{"party": "shop"}'}
+OTHER = FILES | {"statement.json": b'{"party": "shop", "epsilon": 2}'}
+
+
+def test_the_same_release_again_changes_nothing(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "deep" / "spool")
+    assert spool.accept("shop", FILES) == release_hash(FILES)
+    before = sorted(tmp_path.rglob("*"))
+    assert Spool(tmp_path / "deep" / "spool").accept("shop", FILES) == release_hash(FILES)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert spool.releases() == {"shop": FILES}
+
+
+def test_a_second_release_is_refused_and_the_first_stays(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.accept("shop", FILES)
+    with pytest.raises(ReleaseRefused, match="shop") as caught:
+        spool.accept("shop", OTHER)
+    assert caught.value.reason == "second-release"
+    assert spool.releases() == {"shop": FILES}
+
+
+def test_parties_come_in_order_of_their_names(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for party in ("shop", "bank", "library"):
+        spool.accept(party, FILES | {"README.md": party.encode()})
+    assert list(spool.releases()) == ["bank", "library", "shop"]
+
+
+@pytest.mark.parametrize("party", ["../shop", "a/b", "", ".", "Shop", "a.tmp"])
+def test_names_that_are_paths_are_refused(tmp_path: Path, party: str) -> None:
+    with pytest.raises(ReleaseRefused, match="path"):
+        Spool(tmp_path / "spool").accept(party, FILES)
+
+
+def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    digest = spool.accept("shop", FILES)
+    (tmp_path / "releases" / digest / "statement.json").write_bytes(b"{}")
+    with pytest.raises(ReleaseRefused, match="corrupted"):
+        spool.releases()
+
+
+def test_a_crash_before_the_entry_is_healed_by_resending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = Spool(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "_point", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            spool.accept("shop", FILES)
+    assert spool.releases() == {}
+    spool.accept("shop", FILES)
+    assert spool.releases() == {"shop": FILES}
+
+
+def test_every_file_and_folder_is_synced_before_accept_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    spool = Spool(tmp_path)
+    monkeypatch.setattr(os, "fsync", record)
+    spool.accept("shop", FILES)
+    assert {*FILES, "releases", "shop.tmp", "parties"} <= set(synced)
+    assert synced.index("releases") < synced.index("shop.tmp") < synced.index("parties")
