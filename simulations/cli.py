@@ -5,6 +5,7 @@ and Ray are imported inside the commands that need them, so that `dpmerge --help
 """
 
 import json
+import shlex
 import sys
 from enum import StrEnum
 from importlib.metadata import version
@@ -61,9 +62,6 @@ def main() -> None:
     except ClickException as usage:
         usage.show()
         code = BAD_INPUT
-    except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        code = INTERRUPTED
     sys.exit(code or 0)
 
 
@@ -97,8 +95,13 @@ def simulate(
     from dpmerge.simulations.federation import run
     from dpmerge.simulations.table import closing_lines, results_table
 
-    with Progress("silent" if output is Format.json else None) as progress:
-        results = run(plan, out, mode=mode, num_cpus=num_cpus, progress=progress)
+    try:
+        with Progress("silent" if output is Format.json else None) as progress:
+            results = run(plan, out, mode=mode, num_cpus=num_cpus, progress=progress)
+    except KeyboardInterrupt:
+        again = shlex.join(["dpmerge", "simulate", str(federation), "--out", str(out), "--resume"])
+        print(f"interrupted; go on with: {again}", file=sys.stderr)
+        return INTERRUPTED
     if output is Format.json:
         _print_json(results.to_dict())
     else:

@@ -65,7 +65,7 @@ class PartyResult:
 
     Args:
         status: "failed" needs a `reason`, which begins with the error's code.
-        sentence: The plain ε statement of what was released; empty if nothing was.
+        sentence: The plain ε statement of what was released, which names the party; empty if nothing was.
         num_train: Stays with whoever ran the simulation; a deployed party does not send it.
         accuracy_by_adapter: Accuracy on this party's task with each party's adapter.
     """

@@ -77,4 +77,4 @@ def closing_lines(results: Results) -> list[str]:
     if any(not party.private for party in results.parties):
         names = ", ".join(party.party for party in results.parties if not party.private)
         lines.append(f"NOT PRIVATE (private = false): {names}")
-    return lines + [f"{party.party}: {party.sentence}" for party in results.parties if party.sentence]
+    return lines + [party.sentence for party in results.parties if party.sentence]

@@ -126,6 +126,7 @@ def test_interrupting_exits_130_without_a_traceback(dpmerge, job, tmp_path):
     job.results = KeyboardInterrupt()
     code, out, err = dpmerge("simulate", EXAMPLE, "--out", tmp_path / "run")
     assert (code, out) == (130, "")
+    assert "--resume" in err
     assert "Traceback" not in err
 
 

@@ -177,3 +177,15 @@ def test_the_chart_has_a_bar_for_every_number():
         chart = accuracy_chart(results(*parties))
         for colour in SERIES.values():
             assert chart.count(f"fill: {colour}") == groups + 1  # and one in the legend
+
+
+def test_the_chart_shows_uncertainty():
+    sure = results(row("cinema", accuracy_se=Accuracies(base=0.0, own=0.0, merged=0.0)))
+    assert len(_upright_lines(accuracy_chart(results(row("cinema"))))) == 3
+    assert _upright_lines(accuracy_chart(sure)) == set()
+
+
+def _upright_lines(chart):
+    """The error bars: strokes that go up or down by more than nothing."""
+    pairs = re.findall(r'd="M ([\d.]+) ([\d.]+) \nL \1 ([\d.]+) \n" clip-path', chart)
+    return {(x, low, high) for x, low, high in pairs if low != high}

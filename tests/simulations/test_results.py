@@ -203,4 +203,4 @@ def test_the_closing_lines_name_failures_and_state_each_epsilon():
     assert lines[0] == "cinema failed: DPM-599: no"
     assert any(line.startswith("shop: merging made this task worse") for line in lines)
     assert any("NOT PRIVATE" in line and "network" in line for line in lines)
-    assert "shop: shop is private." in lines
+    assert "shop is private." in lines
