@@ -95,5 +95,3 @@ def erase(path: Path) -> None:
 def due(step: int, every: int, num_steps: int) -> bool:
     """Whether to write after this step: every so often, and not after the last (the release follows at once)."""
     return step % every == 0 and step < num_steps
-
-

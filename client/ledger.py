@@ -97,7 +97,13 @@ class Ledger:
                 )
             reservation = Reservation(secrets.token_hex(16), binding, is_new=True)
             self._append(
-                {"kind": "reserve", "dataset": dataset, "reservation": reservation.id, "binding": binding, "charge": charge}
+                {
+                    "kind": "reserve",
+                    "dataset": dataset,
+                    "reservation": reservation.id,
+                    "binding": binding,
+                    "charge": charge,
+                }
             )
             return reservation
 
@@ -112,7 +118,9 @@ class Ledger:
         """Record the release that a reservation paid for. Recording the same one again changes nothing."""
         with self._lock:
             entry = {"kind": "released", "reservation": reservation.id, "release": release_sha256}
-            if not any(old.get("kind") == "released" and old["reservation"] == reservation.id for old in self.entries()):
+            if not any(
+                old.get("kind") == "released" and old["reservation"] == reservation.id for old in self.entries()
+            ):
                 self._append(entry)
 
     def _append(self, entry: dict[str, Any]) -> None:

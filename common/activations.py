@@ -59,19 +59,21 @@ class Activations:
         self._split = split
         self._cached = cached
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
-        for record, ids in enumerate(tokenize(base, texts, max_length)):
-            by_length[padded_length(len(ids))].append((record, ids))
+        for record, tokens in enumerate(tokenize(base, texts, max_length)):
+            by_length[padded_length(len(tokens))].append((record, tokens))
         self._place = torch.zeros((len(texts), 2), dtype=torch.long)  # record → (group, row)
         self._states: list[Tensor] = []
         self._masks: list[Tensor] = []
         num_done = 0
         for length, members in sorted(by_length.items()):
             ids, mask = pad([row for _, row in members], int(base.tokenizer.pad_token_id), length)
-            self._place[[record for record, _ in members]] = torch.tensor([(len(self._states), row) for row in range(len(members))])
+            self._place[[record for record, _ in members]] = torch.tensor(
+                [(len(self._states), row) for row in range(len(members))]
+            )
             states = ids
             if cached:
                 parts = []
-                for chunk in torch.arange(len(members)).split(ENCODE_BATCH):
+                for chunk in torch.split(torch.arange(len(members)), ENCODE_BATCH):
                     parts.append(split.trunk(ids[chunk], mask[chunk]))
                     num_done += len(chunk)
                     on_progress(num_done)
@@ -94,7 +96,7 @@ class Activations:
         """
         groups = self._place[records, 0]
         for group in torch.unique(groups).tolist():
-            for members in records[groups == group].split(capacity):
+            for members in torch.split(records[groups == group], capacity):
                 rows = self._place[members, 1]
                 states, mask = self._states[group][rows], self._masks[group][rows]
                 yield Batch(members, states if self._cached else self._split.trunk(states, mask), mask)

@@ -71,7 +71,7 @@ def load_base(name: str) -> Base:
     is_alias = name in ASSETS
     source = str(model_folder(name)) if is_alias else name
     transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -113,11 +113,15 @@ def _base_hash(encoder: nn.Module, tokenizer: Any) -> str:
 
 def _find_layers(encoder: nn.Module, name: str) -> str:
     """Return the dotted name of the longest `ModuleList` outside any other: the stack of transformer layers."""
-    stacks = {key: module for key, module in encoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    stacks = {
+        key: module for key, module in encoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)
+    }
     outermost = {k: m for k, m in stacks.items() if not any(k.startswith(other + ".") for other in stacks)}
     if not outermost:
-        raise DpmergeError("DPM-204", f"base.model = {name!r} has no stack of layers", "choose a transformer encoder or decoder")
-    return max(outermost, key=lambda key: len(outermost[key]))
+        raise DpmergeError(
+            "DPM-204", f"base.model = {name!r} has no stack of layers", "choose a transformer encoder or decoder"
+        )
+    return str(max(outermost, key=lambda key: len(outermost[key])))
 
 
 def adapted_layers(base: Base, layers: str | Sequence[int]) -> tuple[int, ...]:
@@ -197,6 +201,17 @@ def lora_config(base: Base, lora: LoraSettings) -> LoraConfig:
     )
 
 
+def adapter_config(base: Base, lora: LoraSettings) -> dict[str, Any]:
+    """Return the `adapter_config.json` that every release of these settings carries, as JSON values."""
+    config = {**lora_config(base, lora).to_dict(), "inference_mode": True}
+    return {key: sorted(value) if isinstance(value, set) else getattr(value, "value", value) for key, value in config.items()}
+
+
+def adapter_key(module: str, factor: str) -> str:
+    """Return PEFT's key of a factor ("lora_A" or "lora_B") in `adapter_model.safetensors`."""
+    return f"base_model.model.{module}.{factor}.weight"
+
+
 def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
     """Wrap the base encoder, in place, with LoRA modules whose A is the same at every party and whose B is zero.
 
@@ -208,7 +223,9 @@ def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
     model = get_peft_model(cast(Any, base.encoder), config)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
-            parameter.data.copy_(shared_a(seed, name.split(".lora_A.")[0].removeprefix("base_model.model."), parameter.shape))
+            parameter.data.copy_(
+                shared_a(seed, name.split(".lora_A.")[0].removeprefix("base_model.model."), parameter.shape)
+            )
             parameter.requires_grad_(lora.train_a)
         elif ".lora_B." in name:
             parameter.data.zero_()
@@ -296,7 +313,9 @@ def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 def tokenize(base: Base, texts: Sequence[str], max_length: int) -> list[list[int]]:
     """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded."""
-    ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)["input_ids"]
+    ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)[
+        "input_ids"
+    ]
     return ids
 
 

@@ -10,7 +10,9 @@ def _state(optimizer_name: str, theta: torch.Tensor) -> TrainingState:
     optimizer = make_optimizer(optimizer_name, theta, 0.1)
     theta.grad = torch.randn_like(theta)
     optimizer.step()
-    return TrainingState(3, theta.clone(), optimizer.state_dict(), torch.randn_like(theta), b"\x01sampler", b"\x02noise")
+    return TrainingState(
+        3, theta.clone(), optimizer.state_dict(), torch.randn_like(theta), b"\x01sampler", b"\x02noise"
+    )
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -56,7 +56,9 @@ def test_chain_shows_a_changed_or_missing_line(tmp_path):
     path.write_bytes(lines[0] + lines[2])
     with pytest.raises(DpmergeError, match="line 2"):
         ledger.entries()
-    path.write_bytes(lines[0] + lines[1])  # truncation keeps the chain; the head, which travels with a release, shows it
+    path.write_bytes(
+        lines[0] + lines[1]
+    )  # truncation keeps the chain; the head, which travels with a release, shows it
     ledger.entries()
     assert ledger.head() != head
     assert Ledger(tmp_path / "none.jsonl").head() == GENESIS

@@ -15,7 +15,12 @@ from dpmerge.common.model import (
     target_modules,
 )
 
-TEXTS = ["a fine film", "who wrote it ?", "dull", "one of the longest and most tiresome sequels in a long , long while , sadly"]
+TEXTS = [
+    "a fine film",
+    "who wrote it ?",
+    "dull",
+    "one of the longest and most tiresome sequels in a long , long while , sadly",
+]
 
 
 @pytest.fixture
@@ -45,13 +50,17 @@ def test_layers_and_targets_resolve_to_used_linears(base):
     names = target_modules(base, LoraSettings(layers="last:1"))
     assert len(names) == 6
     assert all(name.startswith("encoder.layer.2.") for name in names)
-    assert target_modules(base, LoraSettings(layers=(1,), targets=("query",))) == ("encoder.layer.1.attention.self.query",)
+    assert target_modules(base, LoraSettings(layers=(1,), targets=("query",))) == (
+        "encoder.layer.1.attention.self.query",
+    )
     assert lora_shapes(base, LoraSettings(layers=(1,), targets=("intermediate.dense",))) == {
         "encoder.layer.1.intermediate.dense": (1536, 384)
     }
 
 
-@pytest.mark.parametrize("lora", [LoraSettings(layers="last:9"), LoraSettings(layers=(3,)), LoraSettings(targets=("qeury",))])
+@pytest.mark.parametrize(
+    "lora", [LoraSettings(layers="last:9"), LoraSettings(layers=(3,)), LoraSettings(targets=("qeury",))]
+)
 def test_layers_and_targets_that_do_not_exist_are_refused_with_those_that_do(base, lora):
     with pytest.raises(DpmergeError, match="DPM-103"):
         target_modules(base, lora)

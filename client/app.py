@@ -1,0 +1,92 @@
+"""The Flower ClientApp of one party: a thin shell around `run_party`."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from dpmerge.client.party import run_party
+from dpmerge.common.config import PartyPlan
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.model import load_base
+from dpmerge.common.sources import terms_hash
+from dpmerge.common.wire import Outcome, pack_outcome, unpack_terms
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a party has at its own place, whatever the server asks.
+
+    Attributes:
+        plan: The party's own plan; the server's terms are compared with it, never put in its place.
+        folder: Its ledger, checkpoint, release, progress and log.
+        num_threads: Threads for torch.
+    """
+
+    plan: PartyPlan
+    folder: Path
+    num_threads: int
+
+
+def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
+    """Return the ClientApp; `site_of` finds the site that a Flower node stands for."""
+    app = ClientApp()
+
+    @app.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        site = site_of(context)
+        return Message(pack_outcome(answer(site, unpack_terms(message.content))), reply_to=message)
+
+    return app
+
+
+def answer(site: Site, server_terms: str) -> Outcome:
+    """Train (or find the finished release) and return what goes up: the release's files, or a code and a public sentence.
+
+    Whatever goes wrong, the other parties go on. A refusal that names only the configuration is sent as it is; the text of any
+    other failure could quote a record, so it stays in the party's log and a fixed sentence is sent.
+    """
+    torch.set_num_threads(site.num_threads)
+    site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    party = site.plan.party
+    try:
+        base = load_base(site.plan.base.model)
+        if terms_hash(site.plan, base.sha256) != server_terms:
+            raise DpmergeError(
+                "DPM-204",
+                f"the server works with another base model, LoRA layout or seed than party {party!r}",
+                "agree on one federation file and one base model",
+            )
+        return Outcome(party, run_party(site.plan, base, site.folder, on_progress=_progress_file(site.folder)))
+    except DpmergeError as error:
+        _log(site.folder)
+        return Outcome(party, {}, error.code, f"{error.problem}; {error.fix}")
+    except Exception:  # noqa: BLE001 - the boundary of the trust domain: nothing but a fixed sentence may cross it
+        _log(site.folder)
+        return Outcome(party, {}, "DPM-599", "training failed; the traceback is in the party's own party.log")
+
+
+def _log(folder: Path) -> None:
+    """Append the traceback being handled to the party's own log, readable by its owner only."""
+    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "a") as log:
+        log.write(traceback.format_exc())
+
+
+def _progress_file(folder: Path) -> Callable[[str, int, int], None]:
+    """Return a reporter that keeps the party's stage and counts in a small file of its own folder, replaced as a whole."""
+
+    def report(stage: str, num_done: int, total: int) -> None:
+        temporary = folder / "progress.partial"
+        temporary.write_text(json.dumps({"stage": stage, "done": num_done, "total": total}))
+        temporary.replace(folder / "progress.json")
+
+    return report

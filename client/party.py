@@ -1,0 +1,271 @@
+"""One party, from private records to the files of one release.
+
+    records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement ─▶ release folder
+
+Everything written here stays in the party's own folder: its ledger, the checkpoint of an interrupted training, and the release,
+which is the only thing ever sent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from filelock import FileLock
+from peft import PeftModel, get_peft_model_state_dict
+
+from dpmerge.client.checkpoint import due, erase, load_checkpoint, save_checkpoint
+from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.ledger import Ledger
+from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
+from dpmerge.client.sampling import PoissonSampler
+from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
+from dpmerge.common.accounting import calibrate, cross_check
+from dpmerge.common.activations import Activations
+from dpmerge.common.alignment import LoraView
+from dpmerge.common.config import FileSource, PartyPlan, TaskSource
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.heads import head_module
+from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.model import Base, SplitEncoder, adapted_layers, adapter_config, attach_lora
+from dpmerge.common.records import Records, read_records
+from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
+from dpmerge.common.sources import public_settings, start_head, task_name
+from dpmerge.common.statement import build_statement
+from dpmerge.common.tasks import load_task
+
+CHECKPOINT = "checkpoint.safetensors"
+CHECKPOINT_EVERY_STEPS = 10
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a stage ("caching" or "training"), the count done, and the total. Counts of records are private: the caller keeps
+them at the party."""
+
+
+def run_party(
+    plan: PartyPlan, base: Base, folder: Path, *, on_progress: OnProgress = lambda _stage, _done, _total: None
+) -> dict[str, bytes]:
+    """Return the party's release as files, training it first unless this folder already holds it.
+
+    Args:
+        plan: What to train, on what, under which privacy.
+        base: The base model, freshly loaded; LoRA is attached to it in place.
+        folder: The party's own folder, created with owner-only rights.
+        on_progress: See `OnProgress`.
+
+    Raises:
+        DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder holds a release
+            or an interrupted training of other records or settings.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with FileLock(folder / "party.lock"):
+        records = training_records(plan.source)
+        binding = _binding(plan, records)
+        ledger = Ledger(folder / "ledger.jsonl")
+        if not (folder / "release").exists():
+            release = _train(plan, base, records, binding, ledger, folder, on_progress)
+            write_release(folder / "release", release)
+        reservation = ledger.find(binding)
+        if reservation is None:
+            raise DpmergeError(
+                "DPM-302",
+                "the party's folder holds a release of other records or settings",
+                "resume with the records and settings it was made for, or use another output folder, as a second charge",
+            )
+        files = release_files(folder / "release")
+        ledger.released(reservation, release_hash(files))
+        erase(folder / CHECKPOINT)
+        return files
+
+
+def training_records(source: TaskSource | FileSource) -> Records:
+    """Read the private half of a source: the training split of a registry task, or the party's own file."""
+    if isinstance(source, TaskSource):
+        return load_task(source.task).train
+    return read_records(source.path, text=source.text, label=source.label, labels=source.labels)
+
+
+def _binding(plan: PartyPlan, records: Records) -> str:
+    """Return the SHA-256 over data and configuration that a reservation is bound to; it never leaves the party."""
+    digest = hashlib.sha256(plan.fingerprint().encode())
+    for text, label in zip(records.texts, records.labels, strict=True):
+        digest.update(json.dumps([text, label]).encode())
+    return digest.hexdigest()
+
+
+def _train(
+    plan: PartyPlan, base: Base, records: Records, binding: str, ledger: Ledger, folder: Path, on_progress: OnProgress
+) -> Release:
+    head = start_head(base, plan)
+    config = adapter_config(base, plan.lora)
+    encoder = attach_lora(base, plan.lora, seed=plan.seed)
+    split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
+    classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
+
+    total = len(records)
+    activations = Activations(
+        base,
+        split,
+        records.texts,
+        max_length=plan.base.max_length,
+        on_progress=lambda num_done: on_progress("caching", num_done, total),
+    )
+    data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long))
+
+    with PerExampleGradients(classifier, max_examples=plan.training.expected_batch_size) as gradients:
+        mechanism = make_mechanism(plan, gradients.theta.numel())
+        statement = _statement(plan, mechanism, base, head.labels)
+        run = _reserved(plan, mechanism, statement, len(records), binding, ledger, folder)
+
+        def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
+            if due(step, CHECKPOINT_EVERY_STEPS, mechanism.num_steps):
+                save_checkpoint(folder / CHECKPOINT, capture(), binding)
+            on_progress("training", step, mechanism.num_steps)
+
+        train(
+            classifier,
+            data,
+            gradients,
+            lora_views(gradients, encoder),
+            mechanism,
+            plan.training,
+            run.sampler,
+            run.noise,
+            resume_from=run.state,
+            after_step=after_step,
+        )
+        run.noise.erase()
+    return Release(
+        party=plan.party,
+        adapter={key: value.detach().clone() for key, value in get_peft_model_state_dict(encoder).items()},
+        adapter_config=config,
+        heads={plan.party: _trained_head(head, classifier)},
+        statement=statement,
+    )
+
+
+def _statement(plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[str, ...]) -> dict[str, Any]:
+    """Return the statement of this mechanism, made before training: what cannot be stated is not trained."""
+    return build_statement(
+        mechanism,
+        cross_check(mechanism),
+        party=plan.party,
+        task=task_name(plan),
+        labels=labels,
+        base_sha256=base.sha256,
+        tuning_disclosure=plan.privacy.tuning,
+        training=public_settings(plan),
+        noise_seed="operating system" if plan.privacy.noise_seed is None else "test",
+    )
+
+
+def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
+    """Calibrate the mechanism that meets the plan's ε at its δ; never above it.
+
+    Args:
+        plan: Declares population, expected batch, steps, clip norm, form of sharpness and noise mode.
+        num_coordinates: P, the number of noised values per query; secure noise charges its sampler's error for each.
+    """
+    privacy, training = plan.privacy, plan.training
+    if privacy.population is None:
+        raise ValueError("Expected privacy.population to be declared in a resolved plan.")
+    if not privacy.private:
+        return Mechanism(
+            noise_multiplier=0.0,
+            l2_clip_norm=None,
+            population=privacy.population,
+            expected_batch_size=training.expected_batch_size,
+            num_steps=training.num_steps,
+            target_delta=privacy.delta,
+            sharpness=training.sharpness,
+            noise="fast",
+            private=False,
+        )
+    if privacy.epsilon is None:
+        raise ValueError("Expected privacy.epsilon to be set in a resolved private plan.")
+    return calibrate(
+        target_epsilon=privacy.epsilon,
+        target_delta=privacy.delta,
+        population=privacy.population,
+        expected_batch_size=training.expected_batch_size,
+        num_steps=training.num_steps,
+        l2_clip_norm=privacy.l2_clip_norm,
+        sharpness=training.sharpness,
+        noise=privacy.noise,
+        num_coordinates=num_coordinates,
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Randomness of one reserved training, fresh or taken up where a crash left it."""
+
+    noise: NoiseSource
+    sampler: PoissonSampler
+    state: TrainingState | None
+
+
+def _reserved(
+    plan: PartyPlan,
+    mechanism: Mechanism,
+    charge: dict[str, Any],
+    num_records: int,
+    binding: str,
+    ledger: Ledger,
+    folder: Path,
+) -> _Run:
+    """Charge the training before its first noise draw, or find the state in which a crash left it.
+
+    Raises:
+        DpmergeError: DPM-302 if the reservation was made earlier and its state is gone: noise may have been drawn, and drawing
+            anew would be a second training on one charge.
+    """
+    checkpoint = folder / CHECKPOINT
+    reservation = ledger.reserve(dataset=task_name(plan), binding=binding, charge=charge)
+    if not reservation.is_new:
+        if not checkpoint.exists():
+            raise DpmergeError(
+                "DPM-302",
+                "an earlier training was charged here and its state is gone",
+                "train into another output folder, as a second charge",
+            )
+        state = load_checkpoint(checkpoint, binding)
+        source = SecureNoise if mechanism.noise == "secure" else FastNoise
+        sampler = PoissonSampler.from_state(mechanism.sampling_prob, num_records, state.sampler)
+        return _Run(source.from_state(state.noise), sampler, state)
+    seed = plan.privacy.noise_seed
+    noise: NoiseSource = SecureNoise() if mechanism.noise == "secure" else FastNoise(seed)
+    return _Run(noise, PoissonSampler(mechanism.sampling_prob, num_records, seed), None)
+
+
+def lora_views(gradients: PerExampleGradients, encoder: PeftModel) -> tuple[LoraView, ...]:
+    """Return where each LoRA module's factors lie in θ."""
+    slots = {slot.name: slot for slot in gradients.layout}
+    views = []
+    for name, slot in slots.items():
+        if ".lora_B." not in name:
+            continue
+        a_slot = slots.get(name.replace(".lora_B.", ".lora_A."))
+        module = cast(Any, encoder.get_submodule(name.removeprefix("encoder.").split(".lora_B.")[0]))
+        views.append(
+            LoraView(
+                lora_a=module.lora_A["default"].weight.detach(),
+                b_slice=slice(slot.start, slot.stop),
+                b_shape=(slot.shape[0], slot.shape[1]),
+                scaling=float(module.scaling["default"]),
+                a_slice=None if a_slot is None else slice(a_slot.start, a_slot.stop),
+            )
+        )
+    return tuple(views)
+
+
+def _trained_head(head: Head, classifier: Classifier) -> Head:
+    if head.kind == "label-text":
+        return head
+    bias = classifier.head.bias.detach().clone()
+    return Head(head.kind, head.labels, classifier.head.weight.detach().clone(), bias, head.feature_scale)

@@ -1,0 +1,177 @@
+"""The private training loop: one party, one mechanism, T logical steps.
+
+Read `train` and you have read it all. Private records touch it in one place, `_private_gradient`, and leave it through the
+`Privatiser`; everything after that line is post-processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.noise import NoiseSource
+from dpmerge.client.privatiser import Privatiser
+from dpmerge.client.sampling import PoissonSampler
+from dpmerge.client.sharpness import AscentMemory, perturbation, perturbed
+from dpmerge.common.activations import Activations
+from dpmerge.common.alignment import LoraView, pull
+from dpmerge.common.config import TrainingSettings
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.model import SplitEncoder, pool
+from dpmerge.common.optimizer import make_optimizer, scheduled
+
+
+class Classifier(nn.Module):
+    """The trained half of the encoder with a linear head on its pooled, scaled features."""
+
+    def __init__(self, encoder: nn.Module, split: SplitEncoder, head: nn.Linear, feature_scale: float) -> None:
+        super().__init__()
+        self.encoder = encoder  # registered, so that its trainable parameters are found; run through the split
+        self.head = head
+        self._split = split
+        self._feature_scale = feature_scale
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Hidden states at the split [n, length, width] and mask [n, length] → class scores [n, classes]."""
+        scores: Tensor = self.head(self._feature_scale * pool(self._split.top(hidden, mask), mask))
+        return scores
+
+
+@dataclass(frozen=True)
+class PrivateData:
+    """One party's records, encoded: never leaves the process.
+
+    Attributes:
+        activations: The records at the split.
+        labels: Class indices, int64 [N].
+    """
+
+    activations: Activations
+    labels: Tensor
+
+
+@dataclass
+class TrainingState:
+    """Everything a killed training needs to go on under the same reservation.
+
+    Attributes:
+        step: Logical steps done.
+        theta: The trainable vector [P].
+        optimizer: The optimizer's state dict.
+        direction: Next ascent direction, or None.
+        sampler: The sampler's cipher state.
+        noise: The noise's ratcheted state; earlier noise cannot be recomputed from it.
+    """
+
+    step: int
+    theta: Tensor
+    optimizer: dict[str, Any]
+    direction: Tensor | None
+    sampler: bytes
+    noise: bytes
+
+
+def train(
+    model: Classifier,
+    data: PrivateData,
+    gradients: PerExampleGradients,
+    lora: tuple[LoraView, ...],
+    mechanism: Mechanism,
+    settings: TrainingSettings,
+    sampler: PoissonSampler,
+    noise: NoiseSource,
+    *,
+    resume_from: TrainingState | None = None,
+    after_step: Callable[[int, Callable[[], TrainingState]], None] = lambda _step, _state: None,
+) -> None:
+    """Run the mechanism's T steps; θ (`gradients.theta`) holds the final iterate afterwards.
+
+    Args:
+        model: What is trained; its trainable parameters are views of θ.
+        data: The party's records.
+        gradients: Per-example gradients of `model`, and θ.
+        lora: Where the LoRA factors lie in θ, for the pull.
+        mechanism: σ, C, q, B, T and the form of sharpness; the only source of these numbers.
+        settings: Optimizer, learning rate, radius, pull.
+        sampler: Draws the Poisson samples.
+        noise: Draws the noise; it forgets how after every query.
+        resume_from: State of an interrupted run under the same reservation.
+        after_step: Called with the number of steps done and a function that captures the state.
+
+    Raises:
+        DpmergeError: DPM-503 if θ did not move in the first step, or the model no longer shares its storage.
+
+    Guarantees:
+        One record (or user) added or removed changes the distribution of (θ_1 … θ_T) by at most what `mechanism` is accounted
+        for: each step is `mechanism`'s query, and the rest is a function of its answers and of public constants. The final
+        iterate is the result; nothing is selected by a loss.
+    """
+    theta, start = gradients.theta, gradients.theta.clone()
+    optimizer = make_optimizer(settings.optimizer, theta, settings.learning_rate)
+    gradients.check_storage(optimizer.param_groups[0]["params"])
+    memory = AscentMemory(mechanism.sharpness)
+    first_step = 0
+    if resume_from is not None:
+        first_step = resume_from.step
+        theta.copy_(resume_from.theta)
+        optimizer.load_state_dict(resume_from.optimizer)
+        memory.direction = resume_from.direction
+
+    descent = Privatiser(mechanism, theta.numel(), noise, query="descent")
+    ascent = Privatiser(mechanism, theta.numel(), noise, query="ascent") if mechanism.sharpness == "sam" else None
+
+    for step in range(first_step, mechanism.num_steps):
+        sample = sampler.sample()
+        direction = memory.direction
+        if ascent is not None:
+            direction = _private_gradient(ascent, sample, model, data, gradients)
+            if mechanism.ascent_sampling == "separate":
+                sample = sampler.sample()
+        radius = scheduled(settings.rho, step, settings.rho_warmup_steps)
+        with perturbed(theta, perturbation(direction, radius)):
+            gradient = _private_gradient(descent, sample, model, data, gradients)
+        before = theta.clone()
+        theta.grad = gradient + pull(theta, start, lora, settings, step)
+        optimizer.step()
+        memory.remember(gradient, before, theta)
+        if step == 0:
+            _check_movement(before, theta)
+            gradients.check_storage(optimizer.param_groups[0]["params"])
+
+        def capture(steps_done: int = step + 1) -> TrainingState:
+            return TrainingState(
+                steps_done, theta.clone(), optimizer.state_dict(), memory.direction, sampler.state(), noise.state()
+            )
+
+        after_step(step + 1, capture)
+
+
+def _private_gradient(
+    privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, gradients: PerExampleGradients
+) -> Tensor:
+    """Return the privatised mean gradient [P] over one Poisson sample (positions, int64 [m], m may be 0)."""
+    for batch in data.activations.batches(sample, gradients.capacity):
+        labels = data.labels[batch.records]
+        rows = gradients.compute(
+            lambda batch=batch, labels=labels: nn.functional.cross_entropy(  # type: ignore[misc]
+                model(batch.hidden, batch.mask), labels, reduction="none"
+            )
+        )
+        privatiser.accumulate(rows)
+    return privatiser.finish()
+
+
+def _check_movement(before: Tensor, after: Tensor) -> None:
+    if torch.equal(before, after):
+        raise DpmergeError(
+            "DPM-503",
+            "the first step moved no trainable tensor although its ε is spent",
+            "check that the model was not copied or moved to another device after its parameters were handed to the optimizer, "
+            "and that training.learning_rate is not too small for fp32",
+        )

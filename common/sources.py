@@ -1,0 +1,61 @@
+"""What is public about a party's data: its class descriptions, the shared terms, and a public test set where there is one.
+
+The training half of a source is read in `client/` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import rfc8785
+
+from dpmerge.common.config import FileSource, PartyPlan, TaskSource
+from dpmerge.common.heads import label_text_head, zero_linear_head
+from dpmerge.common.model import Base
+from dpmerge.common.records import Records, read_records
+from dpmerge.common.release import Head
+from dpmerge.common.tasks import TASKS, load_task
+
+
+def label_descriptions(source: TaskSource | FileSource) -> Mapping[str, str]:
+    """Return class name → public one-line description, in class order."""
+    return TASKS[source.task].labels if isinstance(source, TaskSource) else source.labels
+
+
+def task_name(plan: PartyPlan) -> str:
+    """Return what the plan's task is called in results and statements."""
+    return plan.source.task if isinstance(plan.source, TaskSource) else plan.party
+
+
+def test_records(source: TaskSource | FileSource) -> Records | None:
+    """Return the public test records, or None: own data without a public test file is never split for testing.
+
+    Accuracy on a private split would be a query on private data.
+    """
+    if isinstance(source, TaskSource):
+        return load_task(source.task).test
+    if source.test is None:
+        return None
+    return read_records(source.test, text=source.text, label=source.label, labels=source.labels)
+
+
+def terms_hash(plan: PartyPlan, base_sha256: str) -> str:
+    """Return the SHA-256 of what all parties and the server must share: base model, LoRA layout and the seed of A."""
+    whole = plan.to_dict()
+    shared = {"base": whole["base"], "base_sha256": base_sha256, "lora": whole["lora"], "seed": plan.seed}
+    return hashlib.sha256(rfc8785.dumps(shared)).hexdigest()  # type: ignore[arg-type]  # JSON-able by construction
+
+
+def public_settings(plan: PartyPlan) -> dict[str, object]:
+    """Return the training settings that a statement publishes: with them the server can tell how far noise alone goes."""
+    whole = plan.to_dict()
+    return {"training": whole["training"], "lora": whole["lora"], "max_length": plan.base.max_length, "seed": plan.seed}
+
+
+def start_head(base: Base, plan: PartyPlan) -> Head:
+    """Return the head with which the party starts: final for label-text, zero for linear."""
+    descriptions = label_descriptions(plan.source)
+    if plan.training.head == "linear":
+        return zero_linear_head(base, tuple(descriptions))
+    return label_text_head(base, descriptions)

@@ -1,0 +1,111 @@
+"""The Flower ServerApp: one message down to each party, one reply up, every accepted release on disk before the next is looked at."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flwr.app import Context, Message, MessageType
+from flwr.serverapp import Grid, ServerApp
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.wire import Outcome, pack_terms, unpack_outcome
+from dpmerge.server.intake import Expectation, validate
+from dpmerge.server.spool import Spool
+
+POLL_SECONDS = 0.2
+
+
+@dataclass
+class Collection:
+    """What the server knows of every party once the replies are in.
+
+    Attributes:
+        accepted: Party → hash of the release in the spool.
+        refused: Party → (code, reason).
+    """
+
+    accepted: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def server_app(
+    terms: str,
+    expectation: Expectation,
+    spool: Spool,
+    collection: Collection,
+    *,
+    num_parties: int,
+    stop: threading.Event,
+    on_reply: Callable[[str], None] = lambda _party: None,
+) -> ServerApp:
+    """Return the ServerApp; `collection` is filled while it runs.
+
+    Args:
+        terms: Hash of what all parties must share, sent to each.
+        expectation: What a release must look like.
+        spool: Where accepted bytes go.
+        collection: Filled with each party's fate.
+        num_parties: How many nodes to wait for.
+        stop: When set, the app gives up waiting: whoever runs it is going away.
+        on_reply: Called with each party's name when its reply has been judged.
+    """
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Grid, context: Context) -> None:
+        nodes = _wait_for_nodes(grid, num_parties, stop)
+        messages = [Message(pack_terms(terms), node, MessageType.TRAIN) for node in nodes]
+        waiting = set(grid.push_messages(messages))
+        while waiting and not stop.is_set():
+            for reply in grid.pull_messages(waiting):
+                waiting.discard(reply.metadata.reply_to_message_id)
+                party = judge(reply, expectation, spool, collection)
+                on_reply(party)
+            stop.wait(POLL_SECONDS)
+
+    return app
+
+
+def judge(reply: Message, expectation: Expectation, spool: Spool, collection: Collection) -> str:
+    """Validate one reply, spool it or note why not, and return the party's name ("" if the reply does not say).
+
+    One party's bad release never touches another's: every refusal is caught here and recorded under the party.
+    """
+    if reply.has_error():
+        collection.refused[f"node {reply.metadata.src_node_id}"] = (
+            "DPM-599",
+            "the party's process ended without a reply",
+        )
+        return ""
+    try:
+        outcome = unpack_outcome(reply.content)
+    except ValueError as error:
+        collection.refused[f"node {reply.metadata.src_node_id}"] = ("DPM-401", str(error))
+        return ""
+    try:
+        accept(outcome, expectation, spool, collection)
+    except DpmergeError as error:
+        collection.refused[outcome.party] = (error.code, f"{error.problem}; {error.fix}")
+    return outcome.party
+
+
+def accept(outcome: Outcome, expectation: Expectation, spool: Spool, collection: Collection) -> None:
+    """Validate and spool one outcome.
+
+    Raises:
+        DpmergeError: DPM-401 if the release is refused.
+    """
+    if outcome.code:
+        collection.refused[outcome.party] = (outcome.code, outcome.reason)
+        return
+    validate(outcome.party, outcome.files, expectation)
+    collection.accepted[outcome.party] = spool.accept(outcome.party, outcome.files)
+
+
+def _wait_for_nodes(grid: Grid, num_parties: int, stop: threading.Event) -> list[int]:
+    nodes: list[int] = []
+    while len(nodes) < num_parties and not stop.wait(POLL_SECONDS):
+        nodes = sorted(grid.get_node_ids())
+    return nodes[:num_parties]

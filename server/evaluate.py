@@ -1,0 +1,121 @@
+"""Accuracies on public test data: base model, each party's own model, and the merged model.
+
+Adapters are opened with PEFT from the folders that were released, so what is measured is what anybody else would load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from dpmerge.common.activations import Activations
+from dpmerge.common.heads import logits
+from dpmerge.common.model import Base, SplitEncoder, pool
+from dpmerge.common.records import Records
+from dpmerge.common.release import Head
+
+EVALUATION_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A share of correct answers in [0, 1] with the binomial standard error of that share over `num_test` records."""
+
+    value: float
+    standard_error: float
+    num_test: int
+
+    @classmethod
+    def of(cls, num_correct: int, num_test: int) -> Accuracy:
+        """Return the accuracy of `num_correct` right answers.
+
+        >>> Accuracy.of(75, 100).standard_error
+        0.0433...
+        """
+        value = num_correct / num_test
+        return cls(value, (value * (1 - value) / num_test) ** 0.5, num_test)
+
+
+@dataclass(frozen=True)
+class PublicTask:
+    """A party's task as the server may see it.
+
+    Attributes:
+        records: Public test records.
+        head: The released head, which answers for every adapter.
+        base_head: The label-text head, which answers for the base model: a trained head is part of the training.
+    """
+
+    records: Records
+    head: Head
+    base_head: Head
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """One task: the base model's, the owner's and the merged model's accuracy, and those of every other party's adapter."""
+
+    base: Accuracy
+    by_adapter: Mapping[str, Accuracy]
+    merged: Accuracy
+
+
+def evaluate(
+    base: Base,
+    first_layer: int,
+    tasks: Mapping[str, PublicTask],
+    adapters: Mapping[str, Path],
+    merged: Path,
+    *,
+    max_length: int,
+    on_task: Callable[[int], None] = lambda _num_done: None,
+) -> dict[str, TaskScores]:
+    """Measure every adapter on every task.
+
+    Args:
+        base: The base model, freshly loaded; adapters are added to it.
+        first_layer: Index of the lowest layer that any adapter changes.
+        tasks: Party → its public task.
+        adapters: Party → its release folder.
+        merged: The merged model's folder.
+        max_length: Tokens kept per text.
+        on_task: Called with the number of tasks done.
+
+    Returns:
+        Party → scores on its task.
+    """
+    model = PeftModel.from_pretrained(cast(Any, base.encoder), str(merged), adapter_name="merged")
+    for party, folder in adapters.items():
+        model.load_adapter(str(folder), adapter_name=f"party-{party}")
+    model.eval()
+    split = SplitEncoder(model, base.layers, first_layer)
+    scores = {}
+    for num_done, (party, task) in enumerate(tasks.items(), start=1):
+        data = Activations(base, split, task.records.texts, max_length=max_length)
+        labels = torch.tensor(task.records.labels)
+        by_adapter = {}
+        for name in adapters:
+            model.set_adapter(f"party-{name}")
+            by_adapter[name] = _accuracy(split, data, labels, task.head)
+        model.set_adapter("merged")
+        of_merged = _accuracy(split, data, labels, task.head)
+        with model.disable_adapter():
+            of_base = _accuracy(split, data, labels, task.base_head)
+        scores[party] = TaskScores(of_base, by_adapter, of_merged)
+        on_task(num_done)
+    return scores
+
+
+@torch.no_grad()
+def _accuracy(split: SplitEncoder, data: Activations, labels: Tensor, head: Head) -> Accuracy:
+    num_correct = 0
+    for batch in data.batches(torch.arange(len(data)), EVALUATION_BATCH):
+        answers = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head).argmax(-1)
+        num_correct += int((answers == labels[batch.records]).sum())
+    return Accuracy.of(num_correct, len(data))

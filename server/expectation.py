@@ -1,0 +1,51 @@
+"""From the agreed plans to what every release must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpmerge.common.config import PartyPlan
+from dpmerge.common.model import Base, adapter_config, adapter_key, lora_shapes, shared_a
+from dpmerge.common.sources import start_head
+from dpmerge.server.intake import Expectation, PartyTerms
+
+
+def expectation_of(base: Base, plans: Sequence[PartyPlan]) -> Expectation:
+    """Return what `validate` checks releases of these plans against.
+
+    Args:
+        base: The base model, before LoRA is attached.
+        plans: One per party; base, LoRA and seed are the same in all of them.
+    """
+    lora, seed = plans[0].lora, plans[0].seed
+    shapes: dict[str, tuple[int, ...]] = {}
+    frozen_a = {}
+    for module, (width_out, width_in) in lora_shapes(base, lora).items():
+        shapes[adapter_key(module, "lora_A")] = (lora.rank, width_in)
+        shapes[adapter_key(module, "lora_B")] = (width_out, lora.rank)
+        if not lora.train_a:
+            frozen_a[adapter_key(module, "lora_A")] = shared_a(seed, module, (lora.rank, width_in))
+    return Expectation(
+        parties={plan.party: PartyTerms(head=start_head(base, plan), mechanism=_terms(plan), epsilon=plan.privacy.epsilon) for plan in plans},
+        base_sha256=base.sha256,
+        adapter_config=adapter_config(base, lora),
+        shapes=shapes,
+        shared_a=frozen_a,
+    )
+
+
+def _terms(plan: PartyPlan) -> dict[str, Any]:
+    privacy, training = plan.privacy, plan.training
+    terms: dict[str, Any] = {
+        "private": privacy.private,
+        "population": privacy.population,
+        "expected_batch_size": training.expected_batch_size,
+        "num_steps": training.num_steps,
+        "target_delta": privacy.delta,
+        "sharpness": training.sharpness,
+        "privacy_unit": privacy.unit,
+    }
+    if privacy.private:
+        terms |= {"l2_clip_norm": privacy.l2_clip_norm, "noise": privacy.noise}
+    return terms

@@ -1,0 +1,259 @@
+"""The whole job on one machine: parties on Ray through Flower, then intake, merge, evaluation and results.
+
+The functions are those of a deployment; only the way in which parties are started is the simulation's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.heads import label_text_head
+from dpmerge.common.model import Base, adapted_layers, load_base
+from dpmerge.common.records import Records
+from dpmerge.common.release import to_files, write_files
+from dpmerge.common.sources import label_descriptions, task_name, terms_hash, test_records
+from dpmerge.common.statement import mechanism_from_statement, sentence
+from dpmerge.server.app import Collection
+from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
+from dpmerge.server.expectation import expectation_of
+from dpmerge.server.merging.deltas import Adapter, adapter_from_files
+from dpmerge.server.merging.merge import Merged, as_release, merge
+from dpmerge.server.noise_share import noise_share
+from dpmerge.server.spool import Spool
+from dpmerge.simulations.flower import collect
+from dpmerge.simulations.output_folder import Mode, check_output, prepare_output
+from dpmerge.simulations.progress import Progress
+from dpmerge.simulations.report import write_report
+from dpmerge.simulations.results import Accuracies, PartyResult, Results, write_results
+
+PACKAGES = (
+    "dpmerge",
+    "torch",
+    "transformers",
+    "peft",
+    "flwr",
+    "ray",
+    "opacus",
+    "dp-accounting",
+    "numpy",
+    "safetensors",
+)
+RUN_FILE = "run.json"
+"""Marks a folder as a run of ours and holds its resolved configuration."""
+
+
+def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, progress: Progress) -> Results:
+    """Train every party, merge what was released, evaluate, and write results and report into `out`.
+
+    Args:
+        federation: The checked configuration.
+        out: The run's folder.
+        mode: "new" wants it absent or empty, "overwrite" replaces an earlier run, "resume" keeps the releases of finished
+            parties and goes on with interrupted ones.
+        num_cpus: Cores to use; None for all.
+        progress: Where long work is shown.
+
+    Raises:
+        DpmergeError: Before anything is written, if an asset, model, target, task or data file cannot be used, or "resume" meets
+            another configuration.
+    """
+    seconds: dict[str, float] = {}
+    plans = [party_plan(federation, party.name) for party in federation.parties]
+    with _timed(seconds, "prepare"):
+        base = load_base(federation.base.model)
+        public = {plan.party: _public_records(plan) for plan in plans}
+        expectation = expectation_of(base, plans)
+        _open_run(out, federation, mode)
+    spool = Spool(out / "spool")
+    with _timed(seconds, "train"):
+        terms = terms_hash(plans[0], base.sha256)
+        collection = collect(plans, terms, expectation, spool, out, num_cpus=num_cpus, progress=progress)
+    files = {party: kept for party, kept in spool.releases().items() if party in collection.accepted}
+    adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
+    merged = None
+    scores: dict[str, TaskScores] = {}
+    if adapters:
+        for party, kept in files.items():
+            _replace_folder(out / "releases" / party, kept)
+        with _timed(seconds, "merge"):
+            merged = _merge(federation, adapters, out, progress)
+        with _timed(seconds, "evaluate"), _threads(num_cpus):
+            scores = _evaluate(base, plans, public, adapters, out, progress)
+    results = Results(
+        config=federation.to_dict(),
+        versions={name: version(name) for name in PACKAGES},
+        merge=merged.info if merged else {},
+        seconds=seconds,
+        parties=tuple(_row(plan, adapters, collection, scores.get(plan.party), merged) for plan in plans),
+    )
+    write_results(out, results)
+    write_report(out)
+    return results
+
+
+def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progress: Progress) -> Merged:
+    settings = federation.merge
+    progress.stage("merge", f"merging: {settings.method}", None)
+    merged = merge(
+        adapters,
+        method=settings.method,
+        coefficient=settings.coefficient,
+        density=settings.density,
+        semantics=settings.semantics,
+        rank=settings.rank,
+        seed=federation.run.seed,
+    )
+    _replace_folder(out / "merged", to_files(as_release(merged, adapters)))
+    progress.done("merge")
+    return merged
+
+
+def _evaluate(
+    base: Base,
+    plans: Sequence[PartyPlan],
+    public: Mapping[str, Records | None],
+    adapters: Sequence[Adapter],
+    out: Path,
+    progress: Progress,
+) -> dict[str, TaskScores]:
+    """Measure every adapter on every task that has public test records."""
+    tasks = {}
+    heads = {adapter.party: adapter.heads[adapter.party] for adapter in adapters}
+    for plan in plans:
+        records = public[plan.party]
+        if records is not None and plan.party in heads:
+            base_head = label_text_head(base, label_descriptions(plan.source))
+            tasks[plan.party] = PublicTask(records, heads[plan.party], base_head)
+    progress.stage("evaluate", "evaluating", len(tasks))
+    scores = evaluate(
+        base,
+        adapted_layers(base, plans[0].lora.layers)[0],
+        tasks,
+        {adapter.party: out / "releases" / adapter.party for adapter in adapters},
+        out / "merged",
+        max_length=plans[0].base.max_length,
+        on_task=lambda num_done: progress.update("evaluate", num_done),
+    )
+    progress.done("evaluate")
+    return scores
+
+
+def _row(
+    plan: PartyPlan, adapters: Sequence[Adapter], collection: Collection, scores: TaskScores | None, merged: Merged | None
+) -> PartyResult:
+    """Return one party's line: what its statement says, what was measured, or why there is nothing."""
+    adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
+    if adapter is None or merged is None:
+        code, reason = collection.refused.get(plan.party, ("DPM-599", "no reply came; see log.txt"))
+        return PartyResult(
+            party=plan.party, task=task_name(plan), status="failed", reason=f"{code}: {reason}", private=plan.privacy.private
+        )
+    mechanism = mechanism_from_statement(adapter.statement)
+    accuracy = accuracy_se = Accuracies()
+    by_adapter: dict[str, float] = {}
+    if scores is not None:
+        measured = (scores.base, scores.by_adapter[plan.party], scores.merged)
+        accuracy = Accuracies(**dict(zip(("base", "own", "merged"), (m.value for m in measured), strict=True)))
+        accuracy_se = Accuracies(**dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True)))
+        by_adapter = {party: m.value for party, m in scores.by_adapter.items()}
+    return PartyResult(
+        party=plan.party,
+        task=task_name(plan),
+        private=mechanism.private,
+        epsilon=adapter.statement["epsilon"],
+        delta=mechanism.target_delta,
+        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
+        num_train=None,
+        num_test=scores.base.num_test if scores else None,
+        accuracy=accuracy,
+        accuracy_se=accuracy_se,
+        accuracy_by_adapter=by_adapter,
+        drift=merged.info["norms"][merged.info["parties"].index(plan.party)],
+        noise_share=noise_share(
+            mechanism, plan.training, {name: (f.a, f.b, f.scaling) for name, f in adapter.modules.items()}
+        ),
+        sentence=sentence(adapter.statement),
+    )
+
+
+def _replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a release's folder anew: what the spool and the merge say is what stands there, also after a resumed run."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    write_files(folder, files)
+
+
+@contextmanager
+def _threads(num_cpus: int | None) -> Iterator[None]:
+    """Give torch all the cores of the run: the parties have finished."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_cpus or os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    start = time.monotonic()
+    yield
+    seconds[stage] = round(time.monotonic() - start, 3)
+
+
+def _public_records(plan: PartyPlan) -> Records | None:
+    """Return the party's public test records, having checked that its private file is there at all."""
+    if isinstance(plan.source, FileSource):
+        path = Path(plan.source.path.partition("::")[0])
+        if not path.exists():
+            raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
+    return test_records(plan.source)
+
+
+def _open_run(out: Path, federation: Federation, mode: Mode) -> None:
+    """Make the folder ready; a resumed run must have been started with the same configuration.
+
+    Raises:
+        DpmergeError: DPM-301 for a folder in the way; DPM-302 with the keys that differ.
+    """
+    now = json.dumps(federation.to_dict(), sort_keys=True, indent=2)
+    check_output(out, mode)
+    if mode == "resume":
+        before = json.loads((out / RUN_FILE).read_text()) if (out / RUN_FILE).exists() else {}
+        differing = sorted(_differences(before, json.loads(now)))
+        if differing:
+            raise DpmergeError(
+                "DPM-302",
+                f"the configuration differs from the one that {out} was started with in {', '.join(differing)}",
+                "put the old values back, or start a new run in another folder",
+            )
+    prepare_output(out, mode)
+    (out / RUN_FILE).write_text(now)
+
+
+def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted keys whose values differ.
+
+    >>> list(_differences({"a": {"b": 1}}, {"a": {"b": 2}, "c": [3]}))
+    ['a.b', 'c']
+    """
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in {**before, **now}:
+            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from _differences(old, new, f"{path}[{index}]")
+    elif before != now:
+        yield path

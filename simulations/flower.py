@@ -1,0 +1,160 @@
+"""Parties as Flower nodes on Ray: one message down, one reply up, nothing left running afterwards.
+
+Flower's in-process simulation runtime is used (docs/decisions/0005): the user never meets a daemon, and stopping is ours to do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from flwr.app import Context
+from flwr.simulation import run_simulation
+
+from dpmerge.client.app import Site, client_app
+from dpmerge.common.config import PartyPlan
+from dpmerge.server.app import Collection, server_app
+from dpmerge.server.intake import Expectation
+from dpmerge.server.spool import Spool
+from dpmerge.simulations.progress import Progress
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Ray's shared memory: only messages and releases pass through it."""
+PROGRESS_EVERY_SECONDS = 0.5
+PARTIES = "parties"
+
+
+def collect(
+    plans: Sequence[PartyPlan],
+    terms: str,
+    expectation: Expectation,
+    spool: Spool,
+    out: Path,
+    *,
+    num_cpus: int | None,
+    progress: Progress,
+) -> Collection:
+    """Run every party once and return what the server accepted and refused.
+
+    Args:
+        plans: One per party; node i of the federation is party i.
+        terms: Hash of the shared terms, sent down.
+        expectation: What a release must look like.
+        spool: Where accepted releases go.
+        out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to `log.txt`.
+        num_cpus: Cores to share among the parties; None for all.
+        progress: Shows each party's stage.
+    """
+    cores = num_cpus or os.cpu_count() or 1
+    num_at_once = min(cores, len(plans))
+    sites = [Site(plan, (out / PARTIES / plan.party).resolve(), cores // num_at_once) for plan in plans]
+    collection, stop = Collection(), threading.Event()
+    app = server_app(
+        terms,
+        expectation,
+        spool,
+        collection,
+        num_parties=len(plans),
+        stop=stop,
+        on_reply=lambda party: progress.done(party),
+    )
+    with _quiet(out / "log.txt"), _watched(sites, progress):
+        try:
+            run_simulation(
+                server_app=app,
+                client_app=client_app(_site_finder(sites)),
+                num_supernodes=len(plans),
+                backend_name="ray",
+                backend_config={
+                    "client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0},
+                    "init_args": {
+                        "num_cpus": cores,
+                        "include_dashboard": False,
+                        "log_to_driver": False,
+                        "object_store_memory": OBJECT_STORE_BYTES,
+                    },
+                },
+            )
+        finally:
+            stop.set()
+            ray.shutdown()
+    return collection
+
+
+def _site_finder(sites: Sequence[Site]) -> Callable[[Context], Site]:
+    """Return what a worker needs to find its site: a closure over plain data, pickled to Ray's own processes only."""
+
+    def site_of(context: Context) -> Site:
+        return sites[int(context.node_config["partition-id"])]
+
+    return site_of
+
+
+@contextmanager
+def _quiet(log_file: Path) -> Iterator[None]:
+    """Send Flower's and Ray's log lines to the run's log, switch telemetry off, and leave the environment as it was."""
+    settings = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    before = {name: os.environ.get(name) for name in (*settings, "PYTHONPATH")}
+    os.environ.update(settings)
+    handler = logging.FileHandler(log_file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("flwr", "ray")]
+    handlers = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.handlers, logger.propagate = [handler], False
+    try:
+        yield
+    finally:
+        for logger, own, propagate in handlers:
+            logger.handlers, logger.propagate = own, propagate
+        handler.close()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _watched(sites: Sequence[Site], progress: Progress) -> Iterator[None]:
+    """Show every party's progress file while the block runs."""
+    finished = threading.Event()
+    shown: dict[str, str] = {}
+
+    def watch() -> None:
+        while not finished.wait(PROGRESS_EVERY_SECONDS):
+            for site in sites:
+                _show(site, shown, progress)
+
+    thread = threading.Thread(target=watch, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+
+
+def _show(site: Site, shown: dict[str, str], progress: Progress) -> None:
+    try:
+        now = json.loads((site.folder / "progress.json").read_text())
+    except FileNotFoundError:
+        return
+    party, stage = site.plan.party, now["stage"]
+    if shown.get(party) != stage:
+        shown[party] = stage
+        progress.stage(party, f"{party}: {stage}", now["total"])
+    progress.update(party, now["done"])
