@@ -20,7 +20,6 @@ from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
 from dpmerge.server.merging.lowrank import gram
 
-FREE_SETTINGS = frozenset({"peft_version"})
 HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
 RESEND = "train with the federation's settings and send that release"
 
@@ -32,8 +31,8 @@ class PartyTerms:
     Attributes:
         head: A label-text head, which must come back as it is, or the start of a linear head, of which kind, labels,
             shapes and feature scale must.
-        mechanism: Fields of `Mechanism` that must be exactly these: population, expected_batch_size, num_steps,
-            l2_clip_norm, target_delta, sharpness, noise, private, …
+        mechanism: What the statement must say exactly: the agreed fields of `Mechanism` (population,
+            expected_batch_size, num_steps, l2_clip_norm, …), and whatever else of it was agreed, such as noise_seed.
         epsilon: Upper bound on the stated ε; None only where `private` is False.
     """
 
@@ -98,7 +97,10 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
 
 def _check_config(release: Release, expectation: Expectation) -> None:
     where, wanted = f"{release.party}: {CONFIG}", expectation.adapter_config
-    for key in sorted({*wanted, *release.adapter_config} - FREE_SETTINGS):
+    version = release.adapter_config.get("peft_version")
+    if version is not None and not (isinstance(version, str) and len(version) <= 64):
+        raise ReleaseRefused("config", f"{where}: peft_version is no version", RESEND)
+    for key in sorted({*wanted, *release.adapter_config} - {"peft_version"}):  # parties may run different versions
         value = release.adapter_config.get(key)
         if key in wanted and _comparable(value) != _comparable(wanted[key]):
             raise ReleaseRefused("config", f"{where}: {key} = {value!r} is not {wanted[key]!r}", RESEND)
@@ -163,8 +165,8 @@ def _check_statement(release: Release, terms: PartyTerms, base_sha256: str) -> N
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
     for name, wanted in sorted(terms.mechanism.items()):
-        if getattr(mechanism, name) != wanted:
-            problem = f"{where}: {name} = {getattr(mechanism, name)!r} is not {wanted!r}"
+        if statement.get(name) != wanted:
+            problem = f"{where}: {name} = {statement.get(name)!r} is not {wanted!r}"
             raise ReleaseRefused("statement-terms", problem, RESEND)
     epsilon = statement.get("epsilon")
     if mechanism.private and not (isinstance(epsilon, float | int) and epsilon <= (terms.epsilon or 0.0)):

@@ -26,6 +26,7 @@ STEM = "base_model.model.layer.0.query"
 A, B = f"{STEM}.lora_A.weight", f"{STEM}.lora_B.weight"
 AGREED = {"population": 2800, "expected_batch_size": 128, "num_steps": 40, "l2_clip_norm": 1.0, "target_delta": 1e-5}
 AGREED |= {"sharpness": "sat", "noise": "fast", "private": True}
+AGREED_NOISE_SEED = {"noise_seed": "operating system"}
 BASE = "ab" * 32
 CONFIG_FIELDS = {
     "peft_type": "LORA",
@@ -74,7 +75,7 @@ def good() -> Files:
 @pytest.fixture(scope="module")
 def expectation() -> Expectation:
     start = Head("linear", ("bad", "good"), torch.zeros(2, 5), torch.zeros(2), 8.0)
-    terms = PartyTerms(head=start, mechanism=AGREED, epsilon=2.0)
+    terms = PartyTerms(head=start, mechanism=AGREED | AGREED_NOISE_SEED, epsilon=2.0)
     return Expectation(
         parties={"shop": terms, "bank": terms},
         base_sha256=BASE,
@@ -155,6 +156,8 @@ HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "larger clip": ("statement-terms", edit(STATEMENT, l2_clip_norm=2.0)),
     "larger delta": ("statement-terms", edit(STATEMENT, target_delta=1e-3)),
     "other noise": ("statement-terms", edit(STATEMENT, noise="secure", num_coordinates=8)),
+    "noise from a test seed": ("statement-terms", edit(STATEMENT, noise_seed="test")),
+    "a version that is none": ("config", edit(CONFIG, peft_version=[1])),
     "not private": (
         "statement-terms",
         lambda files: files | {STATEMENT: to_files(release("shop", private=False))[STATEMENT]},
