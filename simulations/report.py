@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -36,6 +37,7 @@ def render(results: Results) -> str:
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
     return template.render(
         results=results,
+        merge=by_party(results.merge),
         chart=Markup(accuracy_chart(results)),  # our own SVG; the names in it are escaped by matplotlib
         series=SERIES,
         units=UNITS,
@@ -64,6 +66,24 @@ def kind(value: object) -> str:
     if isinstance(value, list | tuple):
         return "list"
     return "number" if isinstance(value, float) else "text"
+
+
+def by_party(merge: Mapping[str, Any]) -> dict[str, Any]:
+    """What the merge says about itself, with lists that run over its `parties` as tables that name them.
+
+    >>> by_party({"parties": ["a", "b"], "norms": [3.0, 4.0], "overlap": [[1.0, 0.2], [0.2, 1.0]]})
+    {'norms': {'a': 3.0, 'b': 4.0}, 'overlap': {'a': {'a': 1.0, 'b': 0.2}, 'b': {'a': 0.2, 'b': 1.0}}}
+    """
+    names = merge.get("parties")
+    if not isinstance(names, list):
+        return dict(merge)
+
+    def named(value: Any) -> Any:
+        if not isinstance(value, list) or len(value) != len(names) or any(isinstance(item, str) for item in value):
+            return value
+        return {name: named(item) for name, item in zip(names, value, strict=True)}
+
+    return {key: named(value) for key, value in merge.items() if key != "parties"}
 
 
 def _bars(results: Results) -> dict[str, dict[str, float]]:

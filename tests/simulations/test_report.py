@@ -36,7 +36,10 @@ def results(*parties, **changes):
     merge = {
         "method": "average",
         "coefficient": 0.5,
-        "overlap": {"cinema": {"cinema": 1.0, "shop": 0.25}, "shop": {"cinema": 0.25, "shop": 1.0}},
+        "parties": ["cinema", "shop"],
+        "norms": [3.125, 4.5],
+        "overlap": [[1.0, 0.25], [0.25, 1.0]],
+        "absent": [],
     }
     facts = {"config": {"base": {"model": "minilm-l6"}}, "versions": {"dpmerge": "0.1.0"}, "seconds": {"train": 61.0}}
     return Results(**(facts | {"merge": merge} | changes), parties=parties or (row("cinema"), row("shop")))
@@ -77,7 +80,18 @@ class Page(HTMLParser):
 
 def test_the_page_shows_what_was_found():
     page = Page(render(results()))
-    for words in ("cinema", "80.0 ±2.0", "What shop promises.", "minilm-l6", "0.25", "0:01:01", "mean", "40.0"):
+    for words in (
+        "cinema",
+        "80.0 ±2.0",
+        "What shop promises.",
+        "minilm-l6",
+        "cinema 1 0.25",
+        "norms cinema 3.125 shop 4.5",
+        "absent –",
+        "0:01:01",
+        "mean",
+        "40.0",
+    ):
         assert words in page.text
     assert "svg" in page.tags
 
