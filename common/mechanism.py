@@ -10,7 +10,6 @@ All of these numbers are public.
 (0.0457, ((1.0, 40),))
 """
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -201,7 +200,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value  # nan differs from itself
 
 
 def _check(holds: bool, name: str, value: object, wanted: str) -> None:

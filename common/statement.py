@@ -145,8 +145,8 @@ def sentence(statement: Mapping[str, Any]) -> str:
         f"factor e^ε plus δ, with ε = {epsilon:g} and δ = {delta:g} (declared population {statement['population']}). "
         f"Accounted by {statement['accountant']}: Poisson sampling with q = {statement['sampling_prob']:.4g}, "
         f"{statement['num_steps']} steps, noise multiplier {statement['noise_multiplier']:.4g}, {statement['noise']} "
-        f"noise. Not covered: the same {unit} at another party or in another release (budgets add up), and what the data says "
-        f"about people in general."
+        f"noise. Not covered: the same {unit} at another party or in another release (budgets add up), and what the "
+        f"data says about people in general."
     )
     if statement["noise_seed"] == "test":
         return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."
