@@ -1,0 +1,150 @@
+import json
+from functools import lru_cache
+
+import pytest
+
+from dpmerge.common.accounting import cross_check
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.statement import build_statement, check_statement, mechanism_from_statement, sentence
+
+SETTINGS = {
+    "noise_multiplier": 2.0,
+    "l2_clip_norm": 1.0,
+    "population": 2800,
+    "expected_batch_size": 128,
+    "num_steps": 40,
+    "target_delta": 1e-5,
+    "num_coordinates": 49152,
+}
+
+
+def write(mechanism, **changes):
+    words = {
+        "party": "library",
+        "task": "trec6",
+        "labels": ("place", "person"),
+        "base_sha256": "0" * 64,
+        "tuning_disclosure": "settings tuned on other, public tasks",
+        "training": {"optimizer": "adam", "rho": 0.1},
+    }
+    return build_statement(mechanism, cross_check(mechanism), **{**words, **changes})
+
+
+@lru_cache
+def _as_json(private):
+    changes = {} if private else {"noise_multiplier": 0.0, "private": False}
+    return json.dumps(write(Mechanism(**{**SETTINGS, **changes})), allow_nan=False)
+
+
+def read(private=True):
+    """A statement after its trip through JSON."""
+    return json.loads(_as_json(private))
+
+
+def test_it_states_what_ran():
+    statement = read()
+    expected = {
+        "schema": 1,
+        "party": "library",
+        "labels": ["place", "person"],
+        "noise_multiplier": 2.0,
+        "sampling_prob": 128 / 2800,
+        "privacy_unit": "record",
+        "neighboring_relation": "add_or_remove_one",
+        "normalisation": "expected_batch_size",
+        "sampling": "poisson",
+        "noise": "secure",
+        "noise_seed": "operating system",
+        "private": True,
+        "training": {"optimizer": "adam", "rho": 0.1},
+    }
+    assert {key: statement[key] for key in expected} == expected
+    assert statement["accountant"].startswith("dp-accounting 0.6.0")
+    cross = statement["cross_check"]
+    assert cross["epsilon_optimistic"] <= statement["epsilon"] <= cross["epsilon_prv"] <= cross["epsilon_rdp"]
+    assert 0 < statement["sampler_delta"] < 1e-12
+    assert any("another party" in line for line in statement["not_protected"])
+
+
+def test_the_mechanism_comes_back():
+    assert mechanism_from_statement(read()) == check_statement(read()) == Mechanism(**SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("epsilon", 0.1),
+        ("epsilon", None),
+        ("epsilon", float("nan")),
+        ("epsilon", True),
+        ("epsilon", "1"),
+        ("noise_multiplier", 1.9),
+        ("noise_multiplier", 0.0),
+        ("num_steps", 41),
+        ("population", 2700),
+        ("target_delta", 1e-6),
+        ("target_delta", 1e-15),
+        ("num_steps", 10**12),
+        ("noise_multiplier", 1e-9),
+        ("sampling_prob", 0.01),
+        ("sampling", "shuffled"),
+        ("normalisation", "batch_size"),
+        ("neighboring_relation", "replace_one"),
+        ("schema", 2),
+        ("schema", True),
+        ("private", False),
+        ("noise_seed", "7"),
+        ("tuning_disclosure", " "),
+        ("base_sha256", 5),
+        ("l2_clip_norm", [1.0]),
+    ],
+)
+def test_a_forged_value_is_refused(key, value):
+    with pytest.raises(DpmergeError, match="DPM-401"):
+        check_statement({**read(), key: value})
+
+
+def test_missing_and_unknown_keys_are_named():
+    statement = read()
+    del statement["tuning_disclosure"]
+    with pytest.raises(DpmergeError, match="lacks tuning_disclosure"):
+        check_statement(statement)
+    with pytest.raises(DpmergeError, match="unknown keys: 'accuracy'"):
+        check_statement({**read(), "accuracy": 1.0})
+
+
+def test_a_tuning_disclosure_is_required():
+    with pytest.raises(DpmergeError, match="tuning_disclosure"):
+        write(Mechanism(**SETTINGS), tuning_disclosure="")
+
+
+def test_another_mechanisms_accounting_is_refused():
+    mechanism = Mechanism(**SETTINGS)
+    other = cross_check(Mechanism(**{**SETTINGS, "noise_multiplier": 4.0}))
+    with pytest.raises(DpmergeError, match="its own numbers give"):
+        build_statement(
+            mechanism, other, party="a", task="b", labels=[], base_sha256="c", tuning_disclosure="d", training={}
+        )
+
+
+def test_the_sentence_says_the_claim_and_its_limits():
+    text = sentence(read())
+    for part in ("any one record", "ε = 0.6", "δ = 1e-05", "population 2800", "secure noise", "another party", "PLD"):
+        assert part in text
+    rounded = float(text.split("ε = ")[1].split(" ")[0])
+    assert read()["epsilon"] <= rounded <= read()["epsilon"] + 1e-3
+
+
+def test_the_sentence_of_a_test_seed_says_so():
+    seeded = write(Mechanism(**SETTINGS), noise_seed="test")
+    assert "TEST SEED" in sentence(seeded)
+
+
+def test_no_privacy_is_stated_plainly():
+    statement = read(private=False)
+    assert statement["epsilon"] is None
+    assert not check_statement(statement).private
+    assert "WITHOUT privacy" in sentence(statement)
+    with pytest.raises(DpmergeError, match="claimed without privacy"):
+        check_statement({**statement, "epsilon": 1.0})
