@@ -349,3 +349,16 @@ def test_the_name_of_an_input_is_its_hash() -> None:
     moved = files | {"adapter_config.json": json.dumps(LORA | {"base_model_name_or_path": "/models/tiny/"}).encode()}
     assert adapter_from_files(moved, "shop").base == "tiny"
     assert as_release(merge([adapter_from_files(moved, "a")], method="average"), [adapter_from_files(moved, "a")])
+
+
+def test_concat_is_what_peft_calls_cat(tmp_path: Path) -> None:
+    model = peft_folder(tmp_path / "shop", 1, **CONFIGS["alpha is not rank"])
+    peft_folder(tmp_path / "bank", 2, **CONFIGS["alpha is not rank"])
+    model.load_adapter(str(tmp_path / "bank"), adapter_name="bank")
+    model.add_weighted_adapter(["default", "bank"], [0.7, 0.3], "sum", combination_type="cat")
+    adapters = [read_adapter(tmp_path / party) for party in ("shop", "bank")]
+    merged = merge(adapters, method="concat", weights={"shop": 0.7, "bank": 0.3})
+    for name, f in merged.modules.items():
+        expected = model.base_model.model.get_submodule(name).get_delta_weight("sum").detach()
+        torch.testing.assert_close(f.delta(), expected, rtol=1e-4, atol=1e-6)
+        assert f.rank == 8
