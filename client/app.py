@@ -49,10 +49,10 @@ def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
 
 
 def answer(site: Site, server_terms: str) -> Outcome:
-    """Train (or find the finished release) and return what goes up: the release's files, or a code and a public sentence.
+    """Train, or find the finished release, and return what goes up: its files, or a code and a public sentence.
 
-    Whatever goes wrong, the other parties go on. A refusal that names only the configuration is sent as it is; the text of any
-    other failure could quote a record, so it stays in the party's log and a fixed sentence is sent.
+    Whatever goes wrong, the other parties go on. A refusal that names only the configuration is sent as it is; the
+    text of any other failure could quote a record, so it stays in the party's log and a fixed sentence is sent.
     """
     torch.set_num_threads(site.num_threads)
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def answer(site: Site, server_terms: str) -> Outcome:
     except DpmergeError as error:
         _log(site.folder)
         return Outcome(party, {}, error.code, f"{error.problem}; {error.fix}")
-    except Exception:  # noqa: BLE001 - the boundary of the trust domain: nothing but a fixed sentence may cross it
+    except Exception:
         _log(site.folder)
         return Outcome(party, {}, "DPM-599", "training failed; the traceback is in the party's own party.log")
 
@@ -82,7 +82,7 @@ def _log(folder: Path) -> None:
 
 
 def _progress_file(folder: Path) -> Callable[[str, int, int], None]:
-    """Return a reporter that keeps the party's stage and counts in a small file of its own folder, replaced as a whole."""
+    """Return a reporter that keeps the party's stage and counts in a small file of its own folder."""
 
     def report(stage: str, num_done: int, total: int) -> None:
         temporary = folder / "progress.partial"

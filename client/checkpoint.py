@@ -1,7 +1,7 @@
 """An interrupted training on disk: owner-only, bound to data and configuration, no pickle, gone at release.
 
-It holds the noise cipher's *ratcheted* state. Whoever reads it learns noise that is still to come, never noise that was drawn; it
-is erased when the release is made, because a stored state would let its finder subtract the noise.
+It holds the noise cipher's *ratcheted* state. Whoever reads it learns noise that is still to come, never noise that
+was drawn; it is erased when the release is made, because a stored state would let its finder subtract the noise.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+            tensors = {key: file.get_tensor(key) for key in file.keys()}
             text = json.loads(file.metadata()["dpmerge"])
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise DpmergeError(
@@ -67,7 +67,7 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
         raise DpmergeError(
             "DPM-302",
             f"the checkpoint {path.name} belongs to other records or settings",
-            "resume with the records and settings it was made for, or start anew in another output folder as a second charge",
+            "resume with the records and settings it was made for, or start anew in another folder, as a second charge",
         )
     moments = {key.removeprefix("optimizer."): value for key, value in tensors.items() if key.startswith("optimizer.")}
     per_parameter = {**moments, **text["scalars"]}
@@ -82,7 +82,7 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
 
 
 def erase(path: Path) -> None:
-    """Overwrite and remove a checkpoint, if there is one. (Overwriting is best effort on journaling or solid-state storage.)"""
+    """Overwrite and remove a checkpoint, if there is one; overwriting is best effort on journaling or flash storage."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -90,8 +90,3 @@ def erase(path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     path.unlink()
-
-
-def due(step: int, every: int, num_steps: int) -> bool:
-    """Whether to write after this step: every so often, and not after the last (the release follows at once)."""
-    return step % every == 0 and step < num_steps

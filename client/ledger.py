@@ -1,7 +1,8 @@
 """What this party has spent: an append-only, hash-chained, fsynced file that stays with the party.
 
-A reservation charges all T steps before the first noise draw; a crash after it counts as spent. The same reservation may only go
-on with the same data and configuration. One JSON object per line, each holding the SHA-256 of the line before it.
+A reservation charges all T steps before the first noise draw; a crash after it counts as spent. The same reservation
+may only go on with the same data and configuration. One JSON object per line, each holding the SHA-256 of the line
+before it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Ledger:
             if not intact:
                 raise DpmergeError(
                     "DPM-504",
-                    f"line {number} of the ledger {self._path.name} is damaged or does not follow from the line before it",
+                    f"line {number} of {self._path.name} is damaged or does not follow from the line before it",
                     "restore the ledger from a backup; a party that cannot show what it has spent may not spend more",
                 )
             entries.append(entry)
@@ -82,7 +83,8 @@ class Ledger:
             charge: ε, δ and the mechanism's numbers, for people and accountants to read.
 
         Raises:
-            DpmergeError: DPM-504 if another reservation on this data set is still open: its noise is out, its release is not.
+            DpmergeError: DPM-504 if another reservation on this data set is still open: its noise is out, its release
+                is not.
         """
         with self._lock:
             open_reservations = _open(self.entries(), dataset)
@@ -93,7 +95,7 @@ class Ledger:
                 raise DpmergeError(
                     "DPM-504",
                     f"the data set {dataset!r} has a reservation without a release, for other records or settings",
-                    "go on with the settings and records it was made for, or close it with a new output folder as a separate charge",
+                    "go on with the settings and records it was made for, or use another output folder, as a second charge",
                 )
             reservation = Reservation(secrets.token_hex(16), binding, is_new=True)
             self._append(

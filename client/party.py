@@ -2,8 +2,8 @@
 
     records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement ─▶ release folder
 
-Everything written here stays in the party's own folder: its ledger, the checkpoint of an interrupted training, and the release,
-which is the only thing ever sent.
+Everything written here stays in the party's own folder: its ledger, the checkpoint of an interrupted training, and
+the release, which is the only thing ever sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from peft import PeftModel, get_peft_model_state_dict
 
-from dpmerge.client.checkpoint import due, erase, load_checkpoint, save_checkpoint
+from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.ledger import Ledger
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
@@ -43,8 +43,9 @@ CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_EVERY_STEPS = 10
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with a stage ("caching" or "training"), the count done, and the total. Counts of records are private: the caller keeps
-them at the party."""
+"""Called with a stage ("caching" or "training"), the count done, and the total.
+
+Counts of records are private: the caller keeps them at the party."""
 
 
 def run_party(
@@ -59,8 +60,8 @@ def run_party(
         on_progress: See `OnProgress`.
 
     Raises:
-        DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder holds a release
-            or an interrupted training of other records or settings.
+        DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
+            holds a release or an interrupted training of other records or settings.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(folder / "party.lock"):
@@ -75,7 +76,7 @@ def run_party(
             raise DpmergeError(
                 "DPM-302",
                 "the party's folder holds a release of other records or settings",
-                "resume with the records and settings it was made for, or use another output folder, as a second charge",
+                "resume with the records and settings it was made for, or use another folder, as a second charge",
             )
         files = release_files(folder / "release")
         ledger.released(reservation, release_hash(files))
@@ -123,9 +124,10 @@ def _train(
         run = _reserved(plan, mechanism, statement, len(records), binding, ledger, folder)
 
         def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
-            if due(step, CHECKPOINT_EVERY_STEPS, mechanism.num_steps):
+            if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
                 save_checkpoint(folder / CHECKPOINT, capture(), binding)
-            on_progress("training", step, mechanism.num_steps)
+            if step > 0:
+                on_progress("training", step, mechanism.num_steps)
 
         train(
             classifier,
@@ -142,7 +144,10 @@ def _train(
         run.noise.erase()
     return Release(
         party=plan.party,
-        adapter={key: value.detach().clone() for key, value in get_peft_model_state_dict(encoder).items()},
+        adapter={
+            key: value.detach().clone()
+            for key, value in get_peft_model_state_dict(encoder, save_embedding_layers=False).items()
+        },
         adapter_config=config,
         heads={plan.party: _trained_head(head, classifier)},
         statement=statement,
@@ -222,8 +227,8 @@ def _reserved(
     """Charge the training before its first noise draw, or find the state in which a crash left it.
 
     Raises:
-        DpmergeError: DPM-302 if the reservation was made earlier and its state is gone: noise may have been drawn, and drawing
-            anew would be a second training on one charge.
+        DpmergeError: DPM-302 if the reservation was made earlier and its state is gone: noise may have been drawn,
+            and drawing anew would be a second training on one charge.
     """
     checkpoint = folder / CHECKPOINT
     reservation = ledger.reserve(dataset=task_name(plan), binding=binding, charge=charge)

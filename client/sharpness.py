@@ -1,8 +1,9 @@
 """Where the gradient is taken: directions of ascent made from privatised gradients only.
 
-DP-SGD's gradient at w becomes the gradient at w + e, ‖e‖ = ρ, which prefers flat minima. Whatever e is made of must be private
-already: the previous steps' privatised gradients (`sat`), the path walked so far (`sat-momentum`), or a privatised ascent query
-of the same step (`sam`, the only form that asks the data twice). A direction from the raw gradient would be a leak.
+DP-SGD's gradient at w becomes the gradient at w + e, ‖e‖ = ρ, which prefers flat minima. Whatever e is made of must
+be private already: the previous steps' privatised gradients (`sat`), the path walked so far (`sat-momentum`), or a
+privatised ascent query of the same step (`sam`, the only form that asks the data twice). A direction from the raw
+gradient would be a leak.
 
 References: DP-SAT, arXiv 2306.05651; paired-query DP-SAM, DP-Merging, arXiv 2608.26655; SAM, arXiv 2010.01412.
 """
@@ -32,8 +33,8 @@ def perturbation(direction: Tensor | None, radius: float) -> Tensor | None:
 def perturbed(theta: Tensor, ascent: Tensor | None) -> Iterator[None]:
     """Hold θ at θ + e inside the block, for one logical step however many physical batches it takes.
 
-    θ comes back from a saved copy, bit for bit. Subtracting e again would leave rounding behind, and undoing it once per physical
-    batch, as published code does, lets the weights drift.
+    θ comes back from a saved copy, bit for bit. Subtracting e again would leave rounding behind, and undoing it once
+    per physical batch, as published code does, lets the weights drift.
     """
     if ascent is None:
         yield

@@ -1,13 +1,14 @@
 """The private training loop: one party, one mechanism, T logical steps.
 
-Read `train` and you have read it all. Private records touch it in one place, `_private_gradient`, and leave it through the
-`Privatiser`; everything after that line is post-processing.
+Read `train` and you have read it all. Private records touch it in one place, `_private_gradient`, and leave it
+through the `Privatiser`; everything after that line is post-processing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,15 +103,15 @@ def train(
         sampler: Draws the Poisson samples.
         noise: Draws the noise; it forgets how after every query.
         resume_from: State of an interrupted run under the same reservation.
-        after_step: Called with the number of steps done and a function that captures the state.
+        after_step: Called with the number of steps done (0 before the first) and a function that captures the state.
 
     Raises:
         DpmergeError: DPM-503 if θ did not move in the first step, or the model no longer shares its storage.
 
     Guarantees:
-        One record (or user) added or removed changes the distribution of (θ_1 … θ_T) by at most what `mechanism` is accounted
-        for: each step is `mechanism`'s query, and the rest is a function of its answers and of public constants. The final
-        iterate is the result; nothing is selected by a loss.
+        One record (or user) added or removed changes the distribution of (θ_1 … θ_T) by at most what `mechanism` is
+        accounted for: each step is `mechanism`'s query, and the rest is a function of its answers and of public
+        constants. The final iterate is the result; nothing is selected by a loss.
     """
     theta, start = gradients.theta, gradients.theta.clone()
     optimizer = make_optimizer(settings.optimizer, theta, settings.learning_rate)
@@ -125,6 +126,14 @@ def train(
 
     descent = Privatiser(mechanism, theta.numel(), noise, query="descent")
     ascent = Privatiser(mechanism, theta.numel(), noise, query="ascent") if mechanism.sharpness == "sam" else None
+
+    def capture(steps_done: int) -> TrainingState:
+        return TrainingState(
+            steps_done, theta.clone(), optimizer.state_dict(), memory.direction, sampler.state(), noise.state()
+        )
+
+    if resume_from is None:
+        after_step(0, partial(capture, 0))  # before any noise is drawn: an open reservation always has a state
 
     for step in range(first_step, mechanism.num_steps):
         sample = sampler.sample()
@@ -143,13 +152,7 @@ def train(
         if step == 0:
             _check_movement(before, theta)
             gradients.check_storage(optimizer.param_groups[0]["params"])
-
-        def capture(steps_done: int = step + 1) -> TrainingState:
-            return TrainingState(
-                steps_done, theta.clone(), optimizer.state_dict(), memory.direction, sampler.state(), noise.state()
-            )
-
-        after_step(step + 1, capture)
+        after_step(step + 1, partial(capture, step + 1))
 
 
 def _private_gradient(
@@ -172,6 +175,6 @@ def _check_movement(before: Tensor, after: Tensor) -> None:
         raise DpmergeError(
             "DPM-503",
             "the first step moved no trainable tensor although its ε is spent",
-            "check that the model was not copied or moved to another device after its parameters were handed to the optimizer, "
-            "and that training.learning_rate is not too small for fp32",
+            "check that the model was not copied or moved after its parameters were handed to the optimizer, and that "
+            "training.learning_rate is not too small for fp32",
         )

@@ -1,7 +1,7 @@
 """Records encoded once, up to the first layer that anybody trains.
 
-For a party these activations are its private records in another form (they can be inverted): they live in memory only, and end
-with the process. The server uses the same code on public test data.
+For a party these activations are its private records in another form (they can be inverted): they live in memory
+only, and end with the process. The server uses the same code on public test data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENCODE_BATCH = 64
 
 @dataclass(frozen=True)
 class Batch:
-    """Some records at the split: their positions in the data set, hidden states [n, length, width], mask [n, length]."""
+    """Some records at the split: positions in the data set [n], hidden states [n, length, width], mask [n, length]."""
 
     records: Tensor
     hidden: Tensor
@@ -52,8 +52,8 @@ class Activations:
             split: The encoder's halves.
             texts: N texts.
             max_length: Tokens kept per text, special tokens included.
-            cached: Keep the trunk's output (default). False keeps token ids and runs the trunk again whenever a record is drawn:
-                the same numbers, for data sets whose activations do not fit into memory.
+            cached: Keep the trunk's output (default). False keeps token ids and runs the trunk again whenever a
+                record is drawn: the same numbers, for data sets whose activations do not fit into memory.
             on_progress: Called with the number of records done so far.
         """
         self._split = split
@@ -90,7 +90,7 @@ class Activations:
         return sum(states.numel() * states.element_size() for states in self._states)
 
     def batches(self, records: Tensor, capacity: int) -> Iterator[Batch]:
-        """Split some records (positions, int64 [m]) into physical batches of at most `capacity` records of equal padded length.
+        """Split records (positions, int64 [m]) into physical batches of at most `capacity`, of equal padded length.
 
         An empty choice gives no batch.
         """

@@ -1,10 +1,10 @@
 """The pull towards the shared start: data-free, so it is added to the privatised gradient after the noise.
 
-The penalty is λ‖w − w₀‖² on what the merge will see. For LoRA with B₀ = 0 the merge sees the delta s·BA, whose squared Frobenius
-norm is s² tr((BᵀB)(AAᵀ)): an r×r cost. The alternative pulls the trained factors themselves.
+The penalty is λ‖w − w₀‖² on what the merge will see. For LoRA with B₀ = 0 the merge sees the delta s·BA, whose
+squared Frobenius norm is s² tr((BᵀB)(AAᵀ)): an r×r cost. The alternative pulls the trained factors themselves.
 
-References: alignment to the pretrained reference, DP-Merging, arXiv 2608.26655. Deviation: there on full weights, here on LoRA's
-delta or factors; the heads are not pulled, having no part in the merge.
+References: alignment to the pretrained reference, DP-Merging, arXiv 2608.26655. Deviation: there on full weights,
+here on LoRA's delta or factors; the heads are not pulled, having no part in the merge.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def factor_pull(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], str
 
 
 def pull(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], settings: TrainingSettings, step: int) -> Tensor:
-    """Return what the alignment adds to the gradient at `step` (from 0): a vector [P], zero if there is no alignment."""
+    """Return what the alignment adds to the gradient at `step` (from 0): [P], zero if there is no alignment."""
     strength = scheduled(settings.alignment, step, settings.alignment_warmup_steps)
     if strength == 0.0:
         return torch.zeros_like(theta)

@@ -1,7 +1,8 @@
 """Problems that the person in front of the screen can fix.
 
-Everything that bad input, a missing asset or a refused release can cause is a `DpmergeError`: a stable code, one sentence, one
-fix. `docs/errors.md` has a paragraph per code, and a test compares the two. Anything else that escapes is a defect.
+Everything that bad input, a missing asset or a refused release can cause is a `DpmergeError`: a stable code, one
+sentence, one fix. `docs/errors.md` has a paragraph per code, and a test compares the two. Anything else that escapes
+is a defect.
 """
 
 CODES = {

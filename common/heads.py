@@ -1,8 +1,8 @@
 """Classification heads on the pooled, unit-norm features of the shared encoder.
 
-`label-text` is the analogue of a vision-language model's text head: each class is the base encoder's own embedding of a public,
-one-line description. It is frozen, costs no privacy, and anybody with the base model can make it again. `linear` is trained by
-its party under the same mechanism as the adapter, and travels with the release.
+`label-text` is the analogue of a vision-language model's text head: each class is the base encoder's own embedding of
+a public, one-line description. It is frozen, costs no privacy, and anybody with the base model can make it again.
+`linear` is trained by its party under the same mechanism as the adapter, and travels with the release.
 """
 
 from __future__ import annotations

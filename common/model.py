@@ -1,10 +1,11 @@
 """The shared pretrained model: loading, LoRA on chosen layers, and the split below which nothing is trained.
 
-Both sides use this module: a party trains the top of the model, the server evaluates it. Nothing here sees a label or a loss.
+Both sides use this module: a party trains the top of the model, the server evaluates it. Nothing here sees a label or
+a loss.
 
-The split (`SplitEncoder`) rests on one fact: with adapters in the top layers only, whatever lies below is the same function of a
-record before, during and after training. A record is therefore encoded once up to the first adapted layer, and training and
-evaluation go on from there.
+The split (`SplitEncoder`) rests on one fact: with adapters in the top layers only, whatever lies below is the same
+function of a record before, during and after training. A record is therefore encoded once up to the first adapted
+layer, and training and evaluation go on from there.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def load_base(name: str) -> Base:
     """Load a base model by alias of the asset list, local folder, or hub id, in fp32, frozen, in evaluation mode.
 
     Raises:
-        DpmergeError: DPM-201 or DPM-202 for an embedded asset; DPM-204 if the folder or id cannot be opened as an encoder.
+        DpmergeError: DPM-201 or DPM-202 for an embedded asset; DPM-204 if the folder or id cannot be opened as an
+            encoder.
     """
     is_alias = name in ASSETS
     source = str(model_folder(name)) if is_alias else name
@@ -80,8 +82,8 @@ def load_base(name: str) -> Base:
         raise DpmergeError(
             "DPM-204",
             f"base.model = {name!r} cannot be opened ({first_line})",
-            f"give one of {', '.join(sorted(a for a, asset in ASSETS.items() if asset.kind == 'model'))}, a folder with config.json, "
-            "weights and tokenizer, or a hub id that this machine can reach",
+            f"give one of {', '.join(sorted(key for key, asset in ASSETS.items() if asset.kind == 'model'))}, "
+            "a folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
         ) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -151,8 +153,8 @@ def adapted_layers(base: Base, layers: str | Sequence[int]) -> tuple[int, ...]:
 def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
     """Expand `lora.targets` to the full names of linear modules inside the adapted layers.
 
-    Full names, because PEFT does not accept "all-linear" beside a choice of layers, and by itself would adapt linears that the
-    forward pass never uses, such as BERT's pooler.
+    Full names, because PEFT does not accept "all-linear" beside a choice of layers, and by itself would adapt linears
+    that the forward pass never uses, such as BERT's pooler.
 
     Raises:
         DpmergeError: DPM-103 if a target matches no linear module; the message lists those there are.
@@ -204,7 +206,10 @@ def lora_config(base: Base, lora: LoraSettings) -> LoraConfig:
 def adapter_config(base: Base, lora: LoraSettings) -> dict[str, Any]:
     """Return the `adapter_config.json` that every release of these settings carries, as JSON values."""
     config = {**lora_config(base, lora).to_dict(), "inference_mode": True}
-    return {key: sorted(value) if isinstance(value, set) else getattr(value, "value", value) for key, value in config.items()}
+    return {
+        key: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for key, value in config.items()
+    }
 
 
 def adapter_key(module: str, factor: str) -> str:
@@ -215,9 +220,9 @@ def adapter_key(module: str, factor: str) -> str:
 def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
     """Wrap the base encoder, in place, with LoRA modules whose A is the same at every party and whose B is zero.
 
-    Each A [rank, width_in] is uniform on ±1/√width_in (PEFT's own initialisation) from a generator seeded by the public run seed
-    and the module's name alone, so parties and server derive equal bytes whatever else they do. A is trainable only if
-    `lora.train_a`.
+    Each A [rank, width_in] is uniform on ±1/√width_in (PEFT's own initialisation) from a generator seeded by the
+    public run seed and the module's name alone, so parties and server derive equal bytes whatever else they do. A is
+    trainable only if `lora.train_a`.
     """
     config = lora_config(base, lora)
     model = get_peft_model(cast(Any, base.encoder), config)
@@ -267,12 +272,12 @@ class _Record(nn.Module):
 class SplitEncoder:
     """An encoder run in two halves that meet at the input of the first adapted layer.
 
-    Masks, positions and the final norm stay the model's own: each half runs the model's own forward with the other half's layers
-    exchanged for a stand-in.
+    Masks, positions and the final norm stay the model's own: each half runs the model's own forward with the other
+    half's layers exchanged for a stand-in.
     """
 
     def __init__(self, encoder: nn.Module, layers: str, first: int) -> None:
-        """Args: encoder (bare or wrapped by PEFT), dotted name of its layer stack, index of the first layer of the top half."""
+        """Split `encoder`, bare or wrapped by PEFT, at index `first` of the layer stack of that dotted name."""
         inner = encoder.get_base_model() if isinstance(encoder, PeftModel) else encoder
         parent, _, self._attribute = layers.rpartition(".")
         self._encoder = cast(nn.Module, inner)

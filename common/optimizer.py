@@ -1,4 +1,7 @@
-"""The optimizers by name, and the schedules. Public: parties step with them, and the server replays them on pure noise to tell noise from signal."""
+"""The optimizers by name, and the schedules.
+
+Public: parties step with them, and the server replays them on pure noise to tell noise from signal.
+"""
 
 from __future__ import annotations
 

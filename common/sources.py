@@ -1,4 +1,4 @@
-"""What is public about a party's data: its class descriptions, the shared terms, and a public test set where there is one.
+"""What is public about a party's data: class descriptions, the shared terms, and a public test set if there is one.
 
 The training half of a source is read in `client/` only.
 """
@@ -48,7 +48,7 @@ def terms_hash(plan: PartyPlan, base_sha256: str) -> str:
 
 
 def public_settings(plan: PartyPlan) -> dict[str, object]:
-    """Return the training settings that a statement publishes: with them the server can tell how far noise alone goes."""
+    """Return the settings that a statement publishes: with them the server can tell how far noise alone goes."""
     whole = plan.to_dict()
     return {"training": whole["training"], "lora": whole["lora"], "max_length": plan.base.max_length, "seed": plan.seed}
 

@@ -15,7 +15,7 @@ RELEASE = "release"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What comes back from a party: its release's files, or a stable code and a sentence that says nothing about its records."""
+    """What a party answers: its release's files, or a code and a sentence that says nothing about its records."""
 
     party: str
     files: Mapping[str, bytes]

@@ -1,4 +1,4 @@
-"""The Flower ServerApp: one message down to each party, one reply up, every accepted release on disk before the next is looked at."""
+"""The Flower ServerApp: one message down, one reply up; a release is on disk before the next is looked at."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class PublicTask:
 
 @dataclass(frozen=True)
 class TaskScores:
-    """One task: the base model's, the owner's and the merged model's accuracy, and those of every other party's adapter."""
+    """One task: the accuracy of the base model, of every party's adapter, and of the merged model."""
 
     base: Accuracy
     by_adapter: Mapping[str, Accuracy]

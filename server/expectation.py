@@ -27,7 +27,10 @@ def expectation_of(base: Base, plans: Sequence[PartyPlan]) -> Expectation:
         if not lora.train_a:
             frozen_a[adapter_key(module, "lora_A")] = shared_a(seed, module, (lora.rank, width_in))
     return Expectation(
-        parties={plan.party: PartyTerms(head=start_head(base, plan), mechanism=_terms(plan), epsilon=plan.privacy.epsilon) for plan in plans},
+        parties={
+            plan.party: PartyTerms(head=start_head(base, plan), mechanism=_terms(plan), epsilon=plan.privacy.epsilon)
+            for plan in plans
+        },
         base_sha256=base.sha256,
         adapter_config=adapter_config(base, lora),
         shapes=shapes,

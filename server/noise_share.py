@@ -1,8 +1,9 @@
 """How much of an adapter is noise, told from its statement alone.
 
-The server knows σ, C, B, T and the public optimizer. Feeding that optimizer pure noise of the stated scale, from the common start,
-tells how far noise alone carries an adapter: noise_share = min(1, ‖B_noise‖² / ‖B‖²). It is an estimate, and an upper one where
-the optimizer is adaptive: Adam divides by the root of signal plus noise, so that signal makes the noise's steps smaller than here.
+The server knows σ, C, B, T and the public optimizer. Feeding that optimizer pure noise of the stated scale, from the
+common start, tells how far noise alone carries an adapter: noise_share = min(1, ‖B_noise‖² / ‖B‖²). It is an
+estimate, and an upper one where the optimizer is adaptive: Adam divides by the root of signal plus noise, so that
+signal makes the noise's steps smaller than here.
 """
 
 from __future__ import annotations

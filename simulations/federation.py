@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dpmerge.client.party import training_records
 from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head
@@ -60,14 +61,14 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
     Args:
         federation: The checked configuration.
         out: The run's folder.
-        mode: "new" wants it absent or empty, "overwrite" replaces an earlier run, "resume" keeps the releases of finished
-            parties and goes on with interrupted ones.
+        mode: "new" wants it absent or empty, "overwrite" replaces an earlier run, "resume" keeps the releases of
+            finished parties and goes on with interrupted ones.
         num_cpus: Cores to use; None for all.
         progress: Where long work is shown.
 
     Raises:
-        DpmergeError: Before anything is written, if an asset, model, target, task or data file cannot be used, or "resume" meets
-            another configuration.
+        DpmergeError: Before anything is written, if an asset, model, target, task or data file cannot be used, or
+            "resume" meets another configuration.
     """
     seconds: dict[str, float] = {}
     plans = [party_plan(federation, party.name) for party in federation.parties]
@@ -151,14 +152,22 @@ def _evaluate(
 
 
 def _row(
-    plan: PartyPlan, adapters: Sequence[Adapter], collection: Collection, scores: TaskScores | None, merged: Merged | None
+    plan: PartyPlan,
+    adapters: Sequence[Adapter],
+    collection: Collection,
+    scores: TaskScores | None,
+    merged: Merged | None,
 ) -> PartyResult:
     """Return one party's line: what its statement says, what was measured, or why there is nothing."""
     adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
     if adapter is None or merged is None:
         code, reason = collection.refused.get(plan.party, ("DPM-599", "no reply came; see log.txt"))
         return PartyResult(
-            party=plan.party, task=task_name(plan), status="failed", reason=f"{code}: {reason}", private=plan.privacy.private
+            party=plan.party,
+            task=task_name(plan),
+            status="failed",
+            reason=f"{code}: {reason}",
+            private=plan.privacy.private,
         )
     mechanism = mechanism_from_statement(adapter.statement)
     accuracy = accuracy_se = Accuracies()
@@ -166,7 +175,9 @@ def _row(
     if scores is not None:
         measured = (scores.base, scores.by_adapter[plan.party], scores.merged)
         accuracy = Accuracies(**dict(zip(("base", "own", "merged"), (m.value for m in measured), strict=True)))
-        accuracy_se = Accuracies(**dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True)))
+        accuracy_se = Accuracies(
+            **dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True))
+        )
         by_adapter = {party: m.value for party, m in scores.by_adapter.items()}
     return PartyResult(
         party=plan.party,
@@ -175,7 +186,7 @@ def _row(
         epsilon=adapter.statement["epsilon"],
         delta=mechanism.target_delta,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-        num_train=None,
+        num_train=len(training_records(plan.source)),  # the simulation's own knowledge; no release carries it
         num_test=scores.base.num_test if scores else None,
         accuracy=accuracy,
         accuracy_se=accuracy_se,
@@ -189,7 +200,7 @@ def _row(
 
 
 def _replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a release's folder anew: what the spool and the merge say is what stands there, also after a resumed run."""
+    """Write a release's folder anew: what stands there is what the spool and the merge say, in a resumed run too."""
     if folder.exists():
         shutil.rmtree(folder)
     write_files(folder, files)

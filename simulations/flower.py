@@ -1,6 +1,7 @@
 """Parties as Flower nodes on Ray: one message down, one reply up, nothing left running afterwards.
 
-Flower's in-process simulation runtime is used (docs/decisions/0005): the user never meets a daemon, and stopping is ours to do.
+Flower's in-process simulation runtime is used (docs/decisions/0005): the user never meets a daemon, and stopping is
+ours to do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def collect(
         terms: Hash of the shared terms, sent down.
         expectation: What a release must look like.
         spool: Where accepted releases go.
-        out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to `log.txt`.
+        out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to
+            `log.txt`.
         num_cpus: Cores to share among the parties; None for all.
         progress: Shows each party's stage.
     """

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from dpmerge.client.checkpoint import due, erase, load_checkpoint, save_checkpoint
+
+from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.train import TrainingState
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.optimizer import OPTIMIZERS, make_optimizer
@@ -50,7 +51,3 @@ def test_checkpoint_is_bound_owner_only_and_erased(tmp_path):
     erase(path)
     erase(path)
     assert not path.exists()
-
-
-def test_due_skips_the_last_step():
-    assert [step for step in range(1, 41) if due(step, 10, 40)] == [10, 20, 30]

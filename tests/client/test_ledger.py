@@ -2,6 +2,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from dpmerge.client.ledger import GENESIS, Ledger
 from dpmerge.common.errors import DpmergeError
 

@@ -1,4 +1,5 @@
 import torch
+
 from dpmerge.client.sharpness import AscentMemory, perturbation, perturbed
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from dpmerge.common.alignment import LoraView, delta_pull, factor_pull, pull
 from dpmerge.common.config import TrainingSettings
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from dpmerge.common.activations import Activations
 from dpmerge.common.config import LoraSettings
 from dpmerge.common.errors import DpmergeError

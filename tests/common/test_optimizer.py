@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from dpmerge.common.optimizer import OPTIMIZERS, make_optimizer, scheduled
 
 

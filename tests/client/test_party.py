@@ -1,0 +1,196 @@
+"""One party end to end on real records and a real model, without any network."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dpmerge.client import party as party_module
+from dpmerge.client.ledger import Ledger
+from dpmerge.client.party import run_party
+from dpmerge.common.config import parse_federation, party_plan
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.model import load_base
+from dpmerge.common.release import ADAPTER, STATEMENT, release_from_files
+from dpmerge.common.statement import check_statement
+
+
+def make_plan(data, **changes):
+    text = f"""
+    [base]
+    model = "minilm-l3"
+    max_length = 16
+    [lora]
+    layers = "last:1"
+    rank = 4
+    [training]
+    num_steps = 5
+    expected_batch_size = 48
+    learning_rate = 0.01
+    sharpness = "sat"
+    alignment = 0.05
+    [privacy]
+    noise = "fast"
+    noise_seed = 3
+    [[party]]
+    name = "shop"
+    data = "{data}"
+    text = "body"
+    label = "stars"
+    labels = {{ "1" = "a bad product", "5" = "a great product" }}
+    population = 240
+    epsilon = 4.0
+    """
+    plan = party_plan(parse_federation(text, "test.toml"), "shop")
+    for section, values in changes.items():
+        plan = replace(plan, **{section: replace(getattr(plan, section), **values)})
+    return plan
+
+
+@pytest.fixture
+def plan(product_files):
+    return make_plan(product_files[0])
+
+
+def release_of(plan, folder, **kwargs):
+    return run_party(plan, load_base(plan.base.model), folder, **kwargs)
+
+
+def test_same_seed_same_bytes_and_another_seed_other_noise(plan, tmp_path):
+    first, second = release_of(plan, tmp_path / "a"), release_of(plan, tmp_path / "b")
+    assert first == second
+    other = replace(plan, privacy=replace(plan.privacy, noise_seed=4))
+    assert release_of(other, tmp_path / "c")[ADAPTER] != first[ADAPTER]
+
+
+def test_secure_noise_never_repeats(plan, tmp_path):
+    secure = replace(plan, privacy=replace(plan.privacy, noise="secure", noise_seed=None))
+    first, second = release_of(secure, tmp_path / "a"), release_of(secure, tmp_path / "b")
+    assert first[ADAPTER] != second[ADAPTER]
+    statement = json.loads(first[STATEMENT])
+    assert (statement["noise"], statement["noise_seed"]) == ("secure", "operating system")
+
+
+def test_release_states_the_mechanism_that_ran_and_stays_within_the_budget(plan, tmp_path):
+    release = release_from_files(release_of(plan, tmp_path / "a"), "shop")
+    mechanism = check_statement(release.statement)
+    assert release.statement["epsilon"] <= 4.0
+    assert (mechanism.population, mechanism.num_steps, mechanism.expected_batch_size) == (240, 5, 48)
+    moved = [key for key, value in release.adapter.items() if ".lora_B." in key and value.count_nonzero()]
+    assert moved
+    entries = Ledger(tmp_path / "a" / "ledger.jsonl").entries()
+    assert [entry["kind"] for entry in entries] == ["reserve", "released"]
+    assert entries[0]["charge"]["epsilon"] == release.statement["epsilon"]
+
+
+@pytest.mark.parametrize("sharpness", ["none", "sat", "sat-momentum", "sam"])
+@pytest.mark.parametrize("head", ["label-text", "linear"])
+def test_every_form_and_head_trains(plan, tmp_path, sharpness, head):
+    changed = replace(plan, training=replace(plan.training, sharpness=sharpness, head=head, num_steps=2))
+    release = release_from_files(release_of(changed, tmp_path / "a"), "shop")
+    assert release.statement["sharpness"] == sharpness
+    assert bool(release.heads["shop"].bias is not None and release.heads["shop"].weight.count_nonzero()) == (
+        head == "linear"
+    )
+
+
+def test_zero_radius_is_plain_dp_sgd(plan, tmp_path):
+    flat = replace(plan, training=replace(plan.training, rho=0.0))
+    plain = replace(plan, training=replace(plan.training, sharpness="none"))
+    assert release_of(flat, tmp_path / "a")[ADAPTER] == release_of(plain, tmp_path / "b")[ADAPTER]
+
+
+def test_alignment_keeps_the_adapter_nearer_to_the_start(plan, tmp_path):
+    def drift(alignment, name):
+        changed = replace(
+            plan, training=replace(plan.training, alignment=alignment, optimizer="sgd", learning_rate=0.5)
+        )
+        adapter = release_from_files(release_of(changed, tmp_path / name), "shop").adapter
+        return sum(value.square().sum() for key, value in adapter.items() if ".lora_B." in key)
+
+    assert drift(0.3, "pulled") < drift(0.0, "free")
+
+
+def test_second_call_gives_the_same_bytes_without_training(plan, tmp_path, monkeypatch):
+    first = release_of(plan, tmp_path / "a")
+    monkeypatch.setattr(party_module, "train", lambda *_args, **_kwargs: pytest.fail("trained again"))
+    assert release_of(plan, tmp_path / "a") == first
+    assert len(Ledger(tmp_path / "a" / "ledger.jsonl").entries()) == 2
+
+
+def test_folder_of_other_settings_is_refused(plan, tmp_path):
+    release_of(plan, tmp_path / "a")
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        release_of(replace(plan, seed=8), tmp_path / "a")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no handler of ours runs on it."""
+
+
+@pytest.mark.parametrize("noise", ["fast", "secure"])
+def test_killed_training_goes_on_under_the_same_charge(plan, tmp_path, monkeypatch, noise):
+    monkeypatch.setattr(party_module, "CHECKPOINT_EVERY_STEPS", 2)
+    seed = 3 if noise == "fast" else None
+    plan = replace(plan, privacy=replace(plan.privacy, noise=noise, noise_seed=seed))
+
+    def kill_at_three(stage, num_done, _total):
+        if stage == "training" and num_done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        release_of(plan, tmp_path / "a", on_progress=kill_at_three)
+    steps = []
+    resumed = release_of(plan, tmp_path / "a", on_progress=lambda stage, done, _: steps.append((stage, done)))
+    assert [done for stage, done in steps if stage == "training"] == [3, 4, 5]
+    assert [e["kind"] for e in Ledger(tmp_path / "a" / "ledger.jsonl").entries()] == ["reserve", "released"]
+    assert not (tmp_path / "a" / "checkpoint.safetensors").exists()
+    if noise == "fast":
+        assert resumed == release_of(plan, tmp_path / "b")  # as if it had never been killed
+
+
+def test_killed_before_the_first_checkpoint_still_goes_on(plan, tmp_path):
+    def kill(stage, _done, _total):
+        if stage == "training":
+            raise Killed
+
+    with pytest.raises(Killed):
+        release_of(plan, tmp_path / "a", on_progress=kill)
+    assert release_of(plan, tmp_path / "a") == release_of(plan, tmp_path / "b")
+
+
+def test_interrupted_training_refuses_other_records(plan, tmp_path, product_files):
+    def kill(stage, _done, _total):
+        if stage == "training":
+            raise Killed
+
+    data = tmp_path / "mine.csv"
+    data.write_bytes(product_files[0].read_bytes())
+    mine = replace(plan, source=replace(plan.source, path=str(data)))
+    with pytest.raises(Killed):
+        release_of(mine, tmp_path / "a", on_progress=kill)
+    lines = data.read_text().splitlines(keepends=True)
+    data.write_text("".join(lines[:-1]))
+    with pytest.raises(DpmergeError, match="DPM-504"):
+        release_of(mine, tmp_path / "a")
+    data.write_text("".join(lines))
+    (tmp_path / "a" / "checkpoint.safetensors").unlink()
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        release_of(mine, tmp_path / "a")
+
+
+def test_a_record_that_overflows_is_neutralised_in_silence(plan, tmp_path, monkeypatch):
+    """Trap 7: an example with a non-finite gradient changes nothing that leaves the party."""
+    from dpmerge.common.activations import Activations
+
+    original = Activations.batches
+
+    def poisoned(self, records, capacity):
+        for batch in original(self, records, capacity):
+            batch.hidden[batch.records == 5] = float("nan")
+            yield batch
+
+    monkeypatch.setattr(Activations, "batches", poisoned)
+    release = release_from_files(release_of(plan, tmp_path / "a"), "shop")
+    assert all(torch.isfinite(value).all() for value in release.adapter.values())

@@ -1,0 +1,40 @@
+"""Small real data for tests: public records of the registry, written as the files an organisation would have."""
+
+import csv
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Several test processes share few cores; more threads than cores make everything many times slower."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def write_csv(path: Path, texts: list[str], labels: list[str]) -> Path:
+    """Write a two-column CSV file with the columns `body` and `stars`."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["body", "stars"])
+        writer.writerows(zip(texts, labels, strict=True))
+    return path
+
+
+@pytest.fixture(scope="session")
+def product_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A "private" file of 240 product reviews and a public test file of 120 others."""
+    from dpmerge.common.tasks import load_task
+
+    folder = tmp_path_factory.mktemp("product")
+    data = load_task("product")
+    files = []
+    for name, records, count in (("reviews", data.train, 240), ("public", data.test, 120)):
+        stars = ["5" if label == 1 else "1" for label in records.labels[:count]]
+        files.append(write_csv(folder / f"{name}.csv", list(records.texts[:count]), stars))
+    return files[0], files[1]
