@@ -1,7 +1,9 @@
-"""The one buffer into which a backward pass writes every example's gradient.
+"""Gathers every example's gradient while a backward pass produces it, parameter by parameter.
 
-Row n of the buffer is example n's gradient over all P trainable coordinates. Norms are then one reduction, the
-clipped sum one matrix-vector product, and nobody keeps a list of tensors per parameter.
+The result has one row per example, over all P trainable coordinates: norms are then one reduction, the clipped sum one
+matrix-vector product. It is laid out at the end of the pass and not before. The pieces come into being while the pass
+frees its activations, so the peak of a step's memory hardly rises; a [n, P] buffer that waited through the forward pass
+would add all of itself to it. Either way each number is copied once.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Slot:
 
 
 class GradientRows:
-    """A reusable [n, P] buffer; contributions to a slot add up until the next `open`.
+    """Per-example gradients in the making; contributions to one slot add up.
 
     Args:
         width: P, the number of trainable coordinates.
@@ -50,20 +52,14 @@ class GradientRows:
     """
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._width = width
-        self._buffer = torch.empty(0, width, dtype=dtype, device=device)
-        self._rows = self._buffer
-        self._written: set[Slot] = set()
+        self._width, self._dtype, self._device = width, dtype, device
+        self._num_examples = 0
+        self._pieces: dict[Slot, Tensor] = {}
 
     def open(self, num_examples: int) -> None:
-        """Make ready for `num_examples` rows; what the buffer held before is void."""
-        if num_examples > self._buffer.shape[0]:
-            self._rows = self._buffer = self._buffer.new_empty(
-                0, self._width
-            )  # the old memory goes before the new comes
-            self._buffer = self._buffer.new_empty(num_examples, self._width)
-        self._rows = self._buffer[:num_examples]
-        self._written.clear()
+        """Make ready for a pass over `num_examples` examples; what an earlier pass left is dropped."""
+        self._num_examples = num_examples
+        self._pieces.clear()
 
     def add_product(self, slot: Slot, left: Tensor, right: Tensor) -> None:
         """Add left[n]ᵀ·right[n], summed over the positions in between, to the slot of every row n.
@@ -77,10 +73,9 @@ class GradientRows:
             DpmergeError: DPM-502 if the first dimension is not the examples'.
         """
         self._check_examples(slot, left)
-        left, right = (t.to(self._rows.dtype).reshape(t.shape[0], -1, t.shape[-1]) for t in (left, right))
+        left, right = (t.to(self._dtype).reshape(t.shape[0], -1, t.shape[-1]) for t in (left, right))
         if left.shape[2] > right.shape[2]:
-            # The narrow factor first: the same product transposed, three times faster on a CPU's BLAS, and one copy
-            # either way.
+            # The narrow factor first: the same product transposed, three times faster on a CPU's BLAS.
             self.add(slot, torch.bmm(right.mT, left).mT)
         else:
             self.add(slot, torch.bmm(left.mT, right))
@@ -92,34 +87,38 @@ class GradientRows:
             DpmergeError: DPM-502 if the first dimension is not the examples'.
         """
         self._check_examples(slot, values)
-        self.add(slot, values.to(self._rows.dtype).reshape(values.shape[0], -1, values.shape[-1]).sum(1))
+        self.add(slot, values.to(self._dtype).reshape(values.shape[0], -1, values.shape[-1]).sum(1))
 
     def add(self, slot: Slot, values: Tensor) -> None:
-        """Add values [n, *slot.shape] to the slot of every row.
+        """Add values [n, *slot.shape], which must not be used elsewhere, to the slot of every row.
 
         Raises:
             DpmergeError: DPM-502 if the first dimension is not the examples'.
         """
         self._check_examples(slot, values)
-        target = self._rows[:, slot.start : slot.stop].view(-1, *slot.shape)
-        if slot in self._written:
-            target.add_(values)
+        if slot in self._pieces:
+            self._pieces[slot].add_(values)
         else:
-            target.copy_(values)
-            self._written.add(slot)
+            self._pieces[slot] = values
 
     def close(self, layout: Iterable[Slot]) -> Tensor:
-        """Zero the slots that nothing was added to, and return the rows [n, P], valid until the next `open`."""
+        """Return the rows [n, P], zero in the slots that nothing was added to, and let go of the pieces one by one."""
+        rows = torch.empty(self._num_examples, self._width, dtype=self._dtype, device=self._device)
         for slot in layout:
-            if slot not in self._written:
-                self._rows[:, slot.start : slot.stop].zero_()
-        return self._rows
+            target = rows[:, slot.start : slot.stop].view(-1, *slot.shape)
+            piece = self._pieces.pop(slot, None)
+            if piece is None:
+                target.zero_()
+            else:
+                target.copy_(piece)
+        return rows
 
     def _check_examples(self, slot: Slot, values: Tensor) -> None:
-        if values.dim() < 2 or values.shape[0] != self._rows.shape[0]:
+        fewest_dims = 2 if slot.shape else 1
+        if values.dim() < fewest_dims or values.shape[0] != self._num_examples:
             raise DpmergeError(
                 "DPM-502",
-                f"{slot.name} sees a tensor of shape {list(values.shape)} where the batch has {self._rows.shape[0]} "
+                f"{slot.name} sees a tensor of shape {list(values.shape)} where the batch has {self._num_examples} "
                 "examples, so its gradient cannot be told apart by example",
                 "freeze it, or give its module an input per example (for positions, position_ids of the batch's shape)",
             )

@@ -5,7 +5,7 @@
         gradients.theta.sub_(0.1 * rows.mean(0))                                         # moves the model
 
 LoRA linears and plain linear layers take the fused path (`fused_linear`); any other trainable module goes through
-Opacus's hooks (`hooked_gradients`). Both fill the same buffer. What cannot be told apart by example is refused by
+Opacus's hooks (`hooked_gradients`). Both fill the same rows. What cannot be told apart by example is refused by
 name.
 """
 
@@ -17,12 +17,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpmerge.client.fused_linear import Fused, fuse_linear, fuse_lora
+from dpmerge.client.gradient_routes import fusable, lora_dropouts
 from dpmerge.client.gradient_rows import GradientRows, Slot
 from dpmerge.client.hooked_gradients import HookedGradients
 from dpmerge.common.errors import DpmergeError
@@ -37,7 +35,8 @@ class PerExampleGradients:
         module: Whatever the losses run through: a `PeftModel`, with or without a head, or any module. Trainable is
             what has `requires_grad`. Its parameters become views of `theta`; fp16 and bf16 ones become fp32.
         max_examples: Upper limit on the physical batch, or None.
-        memory_budget_bytes: Upper limit on the [n, P] buffer; with `max_examples` it settles `capacity`.
+        memory_budget_bytes: Upper limit on the memory of per-example gradients, which is twice that of the rows [n, P]
+            for a moment; with `max_examples` it settles `capacity`.
         fused: False sends everything through Opacus, for comparison.
 
     Raises:
@@ -63,8 +62,10 @@ class PerExampleGradients:
         if max_examples is not None and max_examples < 1:
             raise ValueError(f"Expected max_examples={max_examples} to be at least 1 or None.")
         self._module = module
+        self._batch_norms = [(name, m) for name, m in module.named_modules() if isinstance(m, _BatchNorm)]
+        self._lora_dropouts = list(lora_dropouts(module))
         self._refuse_coupling()
-        fused_modules = _fusable(module) if fused else []
+        fused_modules = fusable(module) if fused else []
         self._parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise DpmergeError(
@@ -110,8 +111,8 @@ class PerExampleGradients:
                 n alone. An example's own normalisation (a mean over its tokens) is fine, one over the batch is not.
 
         Returns:
-            Rows [n, P] in θ's dtype: a view of the one buffer, valid until the next call; the caller may overwrite
-            it. A non-finite example spoils its own row only.
+            Rows [n, P] in θ's dtype, which are the caller's: overwrite them at will, and let go of them before the next
+            call, or they add to its peak memory. A non-finite example spoils its own row only.
 
         Raises:
             ValueError: The losses are not a vector of 1 to `capacity` entries that depend on a trainable parameter.
@@ -175,7 +176,7 @@ class PerExampleGradients:
         """
         if num_examples < 2:
             raise ValueError(f"Expected num_examples={num_examples} to be at least 2.")
-        together = self.compute(lambda: losses(slice(0, num_examples))).clone()
+        together = self.compute(lambda: losses(slice(0, num_examples)))
         for n in range(num_examples):
             alone = self.compute(lambda n=n: losses(slice(n, n + 1)))[0]  # type: ignore[misc]
             if torch.linalg.vector_norm(together[n] - alone) > tolerance * torch.linalg.vector_norm(alone):
@@ -229,73 +230,19 @@ class PerExampleGradients:
 
     def _refuse_coupling(self) -> None:
         """Refuse what the mode decides; asked again at every step, because train() and eval() may come at any time."""
-        for name, module in self._module.named_modules():
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        for name, norm in self._batch_norms:
+            if norm.training or norm.running_mean is None:
                 raise DpmergeError(
                     "DPM-502",
                     f"{name} normalises with batch statistics",
-                    f"call eval() on it, or replace the {type(module).__name__}",
+                    f"call eval() on it, or replace the {type(norm).__name__}",
                 )
-            if isinstance(module, LoraLayer) and module.training:
-                for dropout in module.lora_dropout.values():
-                    if getattr(dropout, "p", 0.0) > 0.0:
-                        raise DpmergeError(
-                            "DPM-502",
-                            f"{name} has lora_dropout = {dropout.p} in training mode",
-                            "set lora_dropout = 0, or call eval() on the model",
-                        )
-
-
-def _fusable(module: nn.Module) -> list[Fused]:
-    """Choose the modules that take the fused path, and refuse adapters that no path can take."""
-    fused: list[Fused] = []
-    inside_lora: set[nn.Module] = set()
-    for name, layer in module.named_modules():
-        if isinstance(layer, LoraLayer) and _adapter_is_trainable(layer):
-            adapter = _check_lora(name, layer)
-            fused.append(fuse_lora(layer, adapter))
-            inside_lora |= {layer.lora_A[adapter], layer.lora_B[adapter]}
-        elif type(layer) is nn.Linear and layer not in inside_lora and any(p.requires_grad for p in layer.parameters()):
-            fused.append(fuse_linear(layer))
-    _refuse_ties(module, fused, inside_lora)
-    return fused
-
-
-def _adapter_is_trainable(layer: Any) -> bool:
-    return any(p.requires_grad for name, p in layer.named_parameters() if not name.startswith("base_layer."))
-
-
-def _check_lora(name: str, layer: Any) -> str:
-    """Return the layer's one active adapter, or refuse the layer."""
-    active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-    if type(layer) is not LoraLinear:
-        problem = f"is an adapter of type {type(layer).__module__}.{type(layer).__name__}, not a LoRA linear"
-    elif len(active) != 1:
-        problem = f"has {len(active)} active adapters"
-    elif layer.use_dora[active[0]]:
-        problem = "uses DoRA"
-    elif active[0] in layer.lora_variant:
-        problem = f"uses the LoRA variant {type(layer.lora_variant[active[0]]).__name__}"
-    elif layer.lora_bias[active[0]]:
-        problem = "has lora_bias"
-    elif layer.merged:
-        problem = "is merged into its base layer"
-    else:
-        return str(active[0])
-    raise DpmergeError("DPM-502", f"{name} {problem}", "train one plain, unmerged LoRA adapter on linear layers")
-
-
-def _refuse_ties(module: nn.Module, fused: list[Fused], inside_lora: set[nn.Module]) -> None:
-    """Refuse a parameter shared with a module of another kind; among fused modules the contributions add up."""
-    claimed = {id(p) for one in fused for p in one.parameters}
-    known = inside_lora | {one.module for one in fused}
-    for name, other in module.named_modules():
-        for own_name, parameter in other.named_parameters(recurse=False):
-            if id(parameter) in claimed and other not in known:
+        for name, layer, dropout in self._lora_dropouts:
+            if layer.training:
                 raise DpmergeError(
                     "DPM-502",
-                    f"{name}.{own_name} is trainable and tied to a linear layer",
-                    "freeze it, or untie the two",
+                    f"{name} has lora_dropout = {dropout} in training mode",
+                    "set lora_dropout = 0, or call eval() on the model",
                 )
 
 
@@ -319,7 +266,7 @@ def _flatten(parameters: dict[str, nn.Parameter]) -> tuple[Tensor, tuple[Slot, .
 
 
 def _capacity(theta: Tensor, max_examples: int | None, memory_budget_bytes: int) -> int:
-    row_bytes = theta.numel() * theta.element_size()
+    row_bytes = 2 * theta.numel() * theta.element_size()  # the pieces, and the rows they are gathered into
     fitting = memory_budget_bytes // row_bytes
     if fitting < 1:
         raise DpmergeError(

@@ -1,7 +1,7 @@
 """Per-example gradients of any other module, by Opacus's hooks: layer norms, embeddings, convolutions, IA³, prefixes.
 
 Opacus keeps each hooked module's input, multiplies it with the output gradient (or re-runs the module under `vmap`
-where it has no formula), and leaves a `grad_sample` at the parameter; here that is moved into the common buffer. It
+where it has no formula), and leaves a `grad_sample` at the parameter; here that becomes part of the common rows. It
 costs more time and memory than the fused path: the input of every hooked module, and a second copy of its rows.
 
 References: Opacus, arXiv 2109.12298, section 3.
@@ -52,7 +52,7 @@ class HookedGradients:
         module: The whole model.
         parameters: The trainable parameters to cover, by dotted name.
         slots: Slot by `id(parameter)`.
-        rows: The common buffer.
+        rows: Where gradients are gathered.
 
     Raises:
         DpmergeError: DPM-502 for a parameter of a module that Opacus cannot tell apart by example.
@@ -83,7 +83,7 @@ class HookedGradients:
             _reset(parameter)
 
     def backward(self, losses: Tensor, weights: Tensor) -> None:
-        """Run autograd's backward, and move what the hooks left into the buffer.
+        """Run autograd's backward, and hand what the hooks left to the rows.
 
         Raises:
             DpmergeError: DPM-502 if the hooks saw another pass than autograd did. The first pass compares the two in
@@ -150,7 +150,7 @@ def _reset(parameter: Any) -> None:
 def _disagrees(sample: Tensor, total: Tensor) -> bool:
     """Tell whether the rows' sum is another than autograd's gradient; a non-finite one never does."""
     gap = torch.linalg.vector_norm(sample.sum(0) - total)
-    scale = torch.linalg.vector_norm(sample.flatten(1), dim=1).sum()
+    scale = torch.linalg.vector_norm(sample.reshape(len(sample), -1), dim=1).sum()
     return bool(gap > 1e-2 * scale)
 
 

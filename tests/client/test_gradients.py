@@ -282,7 +282,7 @@ def test_shared_weights_add_up_and_unused_ones_are_zero() -> None:
     model, x = Twice().double(), torch.randn(5, 4, dtype=torch.float64)
     expected = oracle(model, lambda n: model(x[n : n + 1]), 5)
     with PerExampleGradients(model) as gradients:
-        gradients.compute(lambda: model.unused(x).sum(-1))  # leaves numbers in the slots that the next call must clear
+        gradients.compute(lambda: model.unused(x).sum(-1))  # the next call must not see these
         assert relative_error(gradients.compute(lambda: model(x)), expected) <= 1e-12
         once = gradients.compute(lambda: model(x, again=False))
         assert relative_error(once, expected) > 0.1
@@ -344,11 +344,11 @@ def test_close_gives_the_forwards_back() -> None:
 
 
 def test_capacity_follows_the_budget() -> None:
-    model = nn.Linear(4, 2)  # 10 coordinates, 40 bytes a row
-    assert PerExampleGradients(model, memory_budget_bytes=400).capacity == 10
-    assert PerExampleGradients(model, memory_budget_bytes=400, max_examples=3).capacity == 3
-    with pytest.raises(DpmergeError, match=r"DPM-502.*40 bytes"):
-        PerExampleGradients(model, memory_budget_bytes=39)
+    model = nn.Linear(4, 2)  # 10 coordinates, 40 bytes a row, 80 while it is gathered
+    assert PerExampleGradients(model, memory_budget_bytes=800).capacity == 10
+    assert PerExampleGradients(model, memory_budget_bytes=800, max_examples=3).capacity == 3
+    with pytest.raises(DpmergeError, match=r"DPM-502.*80 bytes"):
+        PerExampleGradients(model, memory_budget_bytes=79)
     with pytest.raises(ValueError, match="max_examples=0"):
         PerExampleGradients(model, max_examples=0)
 
@@ -445,6 +445,15 @@ def test_a_weight_tied_to_another_kind_of_module_is_refused() -> None:
     model["out"].weight = model["embedding"].weight
     with pytest.raises(DpmergeError, match=r"DPM-502.*embedding.weight.*tied"):
         PerExampleGradients(model)
+
+
+def test_a_gradient_from_elsewhere_is_forgotten() -> None:
+    linear, x = nn.Linear(4, 2), torch.randn(3, 4)
+    with PerExampleGradients(linear) as gradients:
+        expected = gradients.compute(lambda: linear(x).sum(1))
+        linear.weight.grad = torch.ones(2, 4)
+        assert torch.equal(gradients.compute(lambda: linear(x).sum(1)), expected)
+    assert linear.weight.grad is None
 
 
 def test_nothing_to_train_is_refused() -> None:

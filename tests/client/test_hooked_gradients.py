@@ -202,6 +202,22 @@ class Scale(nn.Module):
         return self.inner(torch.tanh(x * self.weight))
 
 
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.scalar
+
+
+def test_a_scalar_parameter() -> None:
+    model, x = Temperature(), torch.randn(3, 4)
+    with PerExampleGradients(model) as gradients:
+        rows = gradients.compute(lambda: model(x).sum(1))
+    assert torch.allclose(rows[:, 0], -x.sum(1) / 4)
+
+
 def with_buffer() -> nn.Module:
     model = Scale()
     model.register_buffer("offset", torch.zeros(1))
