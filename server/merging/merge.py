@@ -1,6 +1,7 @@
 """Merge adapters into one low-rank weight change per module, with an account of it, and write that as a model."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +17,14 @@ from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.recipe import SEMANTICS, Outcome, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
 
+LARGEST = sys.float_info.max
+SMALLEST = sys.float_info.min
+RANGES = {
+    "coefficient": (-LARGEST, LARGEST, "is not finite", "state a number such as 0.5"),
+    "density": (SMALLEST, 1.0, "is outside (0, 1]", "state the share of entries to keep, for example 0.2"),
+    "ridge": (0.0, LARGEST, "is negative or not finite", "state a small number such as 1e-6"),
+    "common_share": (SMALLEST, 1.0, "is outside (0, 1]", "state a share such as 0.8"),
+}
 MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
 
 
@@ -42,6 +51,8 @@ def merge(
     coefficient: float | None = None,
     density: float | None = None,
     semantics: str = "paper",
+    ridge: float | None = None,
+    common_share: float | None = None,
     rank: int | None = None,
     seed: int = 0,
     strict: bool = True,
@@ -55,6 +66,8 @@ def merge(
         coefficient: Factor on the sum, where the method takes one.
         density: Share of entries to keep, in (0, 1], where the method takes one.
         semantics: Whose TIES, where the method takes one.
+        ridge: Relative ridge of `wudi`, at least 0.
+        common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
         rank: Rank of the result; None keeps the lowest exact one (for element-wise methods: the sum of the inputs'
             ranks).
         seed: Of random masks.
@@ -71,7 +84,7 @@ def merge(
     parties = tuple(adapter.party for adapter in adapters)
     stated = None if semantics == "paper" else semantics  # the default of every caller, also where no method takes it
     given = {"coefficient": coefficient, "density": density, "semantics": stated, "rank": rank}
-    parameters = _parameters(row, given)
+    parameters = _parameters(row, given | {"ridge": ridge, "common_share": common_share})
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
     recipe = Recipe(parties=parties, weights=_weights(parties, weights), seed=seed, **chosen)
     outcome = row.function(modules, recipe)
@@ -124,13 +137,13 @@ def _parameters(row: MergeMethod, given: Mapping[str, float | str | None]) -> di
                 key, value, f"is no parameter of {row.name}", f"remove it; {row.name} takes {', '.join(chosen)}"
             )
         chosen[key] = value
-    coefficient, density, rank = chosen.get("coefficient"), chosen.get("density"), chosen.get("rank")
-    if coefficient == REQUIRED:
+    if chosen.get("coefficient") == REQUIRED:
         raise _refused("coefficient", None, f"has no default for {row.name}", "state it, for example 0.5")
-    if isinstance(coefficient, float | int) and not math.isfinite(coefficient):
-        raise _refused("coefficient", coefficient, "is not finite", "state a number such as 0.5")
-    if isinstance(density, float | int) and not 0 < density <= 1:
-        raise _refused("density", density, "is outside (0, 1]", "state the share of entries to keep, for example 0.2")
+    for key, (low, high, constraint, fix) in RANGES.items():
+        value = chosen.get(key)
+        if isinstance(value, float | int) and not low <= value <= high:
+            raise _refused(key, value, constraint, fix)
+    rank = chosen["rank"]
     if rank is not None and (not isinstance(rank, int) or rank < 1):
         raise _refused("rank", rank, "is not a positive integer", "choose a rank of at least 1")
     if chosen.get("semantics", "paper") not in SEMANTICS:

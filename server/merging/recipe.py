@@ -19,7 +19,7 @@ class Recipe:
         density: Share of entries to keep, in (0, 1].
         semantics: Whose TIES: "paper", "peft" or "mergekit".
         ridge: Relative ridge of a least-squares method, at least 0.
-        common_share: Share of the directions that `iso-cts` takes from the sum, in [0, 1].
+        common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
         rank: Rank of the result, or None for the lowest exact one.
         seed: Of random masks.
     """

@@ -7,6 +7,7 @@ from dpmerge.server.merging.geometry import geometry
 from dpmerge.server.merging.linear import average, concat, task_arithmetic
 from dpmerge.server.merging.recipe import Method
 from dpmerge.server.merging.sparse import dare, dare_ties, ties
+from dpmerge.server.merging.subspace import core_ties, iso_c, iso_cts, knots_ties, tsv, wudi
 
 LAWS = {
     "identity": "one adapter with weight 1 and density 1 is itself",
@@ -81,7 +82,7 @@ METHODS = {
             summary="Trim small entries, elect signs, average what agrees.",
             source="2306.01708",
             function=ties,
-            laws=frozenset({"identity", "factor-free"}),
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
             parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
         ),
         MergeMethod(
@@ -103,6 +104,61 @@ METHODS = {
             laws=frozenset({"identity", "factor-free"}),
             parameters={"coefficient": 1.0, "density": 0.5, "semantics": "paper", "rank": None},
             limit=({"density": 1.0}, "ties"),
+        ),
+        MergeMethod(
+            name="core-ties",
+            family="subspace",
+            summary="TIES on the adapters' coordinates in shared bases.",
+            source="2509.17786",
+            function=core_ties,
+            laws=frozenset({"identity", "idempotent"}),
+            parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
+        ),
+        MergeMethod(
+            name="knots-ties",
+            family="subspace",
+            summary="Align by one SVD of all adapters, then TIES on the right factors.",
+            source="2410.19735",
+            function=knots_ties,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
+        ),
+        MergeMethod(
+            name="tsv",
+            family="subspace",
+            summary="Whiten the concatenated singular vectors, keep the singular values.",
+            source="2412.00081",
+            function=tsv,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "rank": None},
+        ),
+        MergeMethod(
+            name="iso-c",
+            family="subspace",
+            summary="Flatten the spectrum of the sum.",
+            source="2502.04959",
+            function=iso_c,
+            laws=frozenset({"factor-free"}),
+            parameters={"coefficient": 1.0, "rank": None},
+        ),
+        MergeMethod(
+            name="iso-cts",
+            family="subspace",
+            summary="Flatten the sum's leading directions and each adapter's own beside them.",
+            source="2502.04959",
+            function=iso_cts,
+            laws=frozenset({"factor-free"}),
+            parameters={"coefficient": 1.0, "common_share": 0.8, "rank": None},
+            limit=({"common_share": 1.0}, "iso-c"),
+        ),
+        MergeMethod(
+            name="wudi",
+            family="subspace",
+            summary="Least interference with every adapter's row space, in closed form.",
+            source="2503.08099",
+            function=wudi,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": 1.0, "ridge": 0.0, "rank": None},
         ),
         MergeMethod(
             name="geometry",

@@ -89,7 +89,7 @@ def trim(matrix: Tensor, density: float) -> Tensor:
     """
     count = max(1, int(density * matrix.numel()))
     kept = matrix.abs().flatten().topk(count).indices
-    return torch.zeros(matrix.numel()).index_copy_(0, kept, matrix.flatten()[kept]).view_as(matrix)
+    return torch.zeros_like(matrix).flatten().index_copy_(0, kept, matrix.flatten()[kept]).view_as(matrix)
 
 
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Outcome:

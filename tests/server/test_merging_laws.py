@@ -211,11 +211,11 @@ def test_rank_truncates_by_svd_and_says_what_is_lost(method: str, rank: int) -> 
         squares.append(singular.square().sum())
         assert cut.modules[name].rank == rank
         error = torch.linalg.vector_norm(cut.modules[name].delta().double() - item.delta().double())
-        assert error == pytest.approx(math.sqrt(tails[-1]), rel=1e-4)
-    assert cut.info["truncation_error"] == pytest.approx(math.sqrt(sum(tails) / sum(squares)), rel=1e-4)
+        assert error == pytest.approx(math.sqrt(tails[-1]), rel=1e-4, abs=1e-5)
+    assert cut.info["truncation_error"] == pytest.approx(math.sqrt(sum(tails) / sum(squares)), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", lawful("factor-free"))
 def test_a_module_that_a_party_lacks_counts_as_zero(method: str) -> None:
     first, second = adapter("a", 1), adapter("b", 2)
     name = min(SHAPES)

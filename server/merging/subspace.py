@@ -1,0 +1,211 @@
+"""Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, least squares, and TIES in core space.
+
+All of them work on cores: coordinates in orthonormal bases Q_B, Q_A of the stacked factors, τ_t = Q_B M_t Q_Aᵀ. They
+are exact, and at most (T·r)² numbers in float64. Nothing of size [out, in] is built. Directions whose singular value is
+rounding error are left out: they are no part of any party's change, and their vectors are arbitrary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpmerge.server.merging.deltas import Factors, Modules
+from dpmerge.server.merging.lowrank import thin_qr, truncate
+from dpmerge.server.merging.recipe import Outcome, Recipe
+from dpmerge.server.merging.sparse import elected_mean, trim
+
+RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """The parties' weight changes in shared coordinates, τ_t = q_b M_t q_aᵀ.
+
+    Attributes:
+        q_b: Orthonormal columns [out, k].
+        q_a: Orthonormal columns [in, l].
+        parts: M_t, each [k, l].
+    """
+
+    q_b: Tensor
+    q_a: Tensor
+    parts: tuple[Tensor, ...]
+
+    def lift(self, core: Tensor, rank: int | None) -> tuple[Factors, float]:
+        """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost."""
+        u, s, v = support(core, least=1)
+        item = Factors((v * s.sqrt()).T @ self.q_a.T, self.q_b @ (u * s.sqrt()))
+        kept, lost = truncate(item, rank or item.rank)
+        return Factors(kept.a.float(), kept.b.float()), lost
+
+
+def core_of(factors: Sequence[Factors], weights: Sequence[float]) -> Core:
+    """Return the exact core of weighted weight changes, in the bases that the stacked factors span.
+
+    References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
+    """
+    b = torch.cat([item.b.double() * (item.scaling * w) for item, w in zip(factors, weights, strict=True)], 1)
+    a = torch.cat([item.a for item in factors]).double()
+    (q_b, r_b), (q_a, r_a) = _basis(b), _basis(a.T)
+    ranks = [item.rank for item in factors]
+    pairs = zip(torch.split(r_b, ranks, 1), torch.split(r_a, ranks, 1), strict=True)
+    return Core(q_b, q_a, tuple(left @ right.T for left, right in pairs))
+
+
+def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, s, V (columns) of a matrix without the singular values that are rounding error, but `least` at least.
+
+    >>> support(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)))[1].tolist()
+    [3.0]
+    """
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    count = max(least, int((s > RELATIVE_ZERO * s[:1]).sum()))
+    return u[:, :count], s[:count], vh[:count].T
+
+
+def core_ties(modules: Modules, recipe: Recipe) -> Outcome:
+    """Apply TIES to the cores M_t in place of the full weight changes.
+
+    References: arXiv 2509.17786, equation 5; arXiv 2306.01708. Deviations: trims each core by itself.
+    """
+
+    def rule(core: Core) -> Tensor:
+        return elected_mean([trim(part, recipe.density) for part in core.parts].copy, recipe)
+
+    return _in_core(modules, recipe, rule, [1.0] * len(recipe.weights))
+
+
+def iso_c(modules: Modules, recipe: Recipe) -> Outcome:
+    """Flatten the spectrum of the weighted sum: all its singular values become their mean.
+
+    References: arXiv 2502.04959, section 4.1. Deviations: the mean is over the sum's support, T·r directions of LoRA,
+    and not over all min(out, in), most of which no party has.
+    """
+
+    def rule(core: Core) -> Tensor:
+        u, s, v = support(_sum(core.parts))
+        return _mean(s) * u @ v.T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def iso_cts(modules: Modules, recipe: Recipe) -> Outcome:
+    """Flatten the sum's leading directions together with each party's leading directions outside them.
+
+    `common_share` of the sum's directions are kept; the rest of its rank is divided evenly among the parties'
+    residuals. The directions are made orthonormal, and all singular values become their mean.
+
+    References: arXiv 2502.04959, section 4.2. Deviations: as `iso_c`.
+    """
+
+    def rule(core: Core) -> Tensor:
+        u, s, v = support(_sum(core.parts))
+        common = max(1, round(recipe.common_share * len(s)))
+        own = (len(s) - common) // len(core.parts)
+        lefts, values, rights = [u[:, :common]], [s[:common]], [v[:, :common]]
+        for part in core.parts if own else ():
+            outside = part - lefts[0] @ (lefts[0].T @ part)
+            left, value, right = support(outside)
+            lefts.append(left[:, :own])
+            values.append(value[:own])
+            rights.append(right[:, :own])
+        return _mean(torch.cat(values)) * orthonormal(torch.cat(lefts, 1)) @ orthonormal(torch.cat(rights, 1)).T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def tsv(modules: Modules, recipe: Recipe) -> Outcome:
+    """Concatenate the parties' leading singular vectors, whiten them, and keep the singular values: TSV-Merge.
+
+    Each party keeps min(out, in)/T directions, which is all of them for LoRA until T·r exceeds the width.
+
+    References: arXiv 2412.00081, algorithm 1. Deviations: directions that coincide are whitened on their span, so that
+    identical adapters give that adapter as long as all directions are kept.
+    """
+
+    def rule(core: Core) -> Tensor:
+        share = max(1, min(len(core.q_b), len(core.q_a)) // len(core.parts))
+        lefts, values, rights = zip(*(support(part) for part in core.parts), strict=True)
+        left = orthonormal(torch.cat([u[:, :share] for u in lefts], 1))
+        right = orthonormal(torch.cat([v[:, :share] for v in rights], 1))
+        return (left * torch.cat([s[:share] for s in values])) @ right.T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def knots_ties(modules: Modules, recipe: Recipe) -> Outcome:
+    """Align the parties by one SVD, [τ_1 … τ_T] = U S [V_1ᵀ … V_Tᵀ], and apply TIES to the V_t.
+
+    References: arXiv 2410.19735, section 4. Deviations: each party's V_t is trimmed by itself.
+    """
+    merged, lost = {}, {}
+    for name, factors in modules.items():
+        bases = [thin_qr(item.a.T) for item in factors]
+        b = torch.cat([item.b.double() * item.scaling for item in factors], 1)
+        q_b, r_b = thin_qr(b)
+        lefts = torch.split(r_b, [item.rank for item in factors], 1)
+        widths = [r_a.shape[0] for _, r_a in bases]
+        joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
+        u, s, v = support(joint, least=1)
+        rights = [(q_a @ part).T for (q_a, _), part in zip(bases, torch.split(v, widths), strict=True)]
+        right = elected_mean([trim(part, recipe.density) for part in rights].copy, recipe)
+        item = Factors(s[:, None] * right * recipe.factor, q_b @ u)
+        kept, lost[name] = truncate(item, recipe.rank or item.rank)
+        merged[name] = Factors(kept.a.float(), kept.b.float())
+    return Outcome(merged, recipe.factor, lost)
+
+
+def wudi(modules: Modules, recipe: Recipe) -> Outcome:
+    """Return the weight change that interferes least with any party's inputs, in closed form.
+
+    Minimises Σ_t ‖(τ − τ_t) τ_tᵀ‖² / ‖τ_t‖² over τ: the rows of τ_t stand for the party's inputs. The solution is
+    (Σ τ_t G_t)(Σ G_t + ridge · I)⁺ with G_t = τ_tᵀτ_t / ‖τ_t‖².
+
+    References: arXiv 2503.08099, section 3. Deviations: the published code takes 300 Adam steps from the sum; this is
+    the minimum itself. `ridge` is relative to the largest eigenvalue of Σ G_t.
+    """
+
+    def rule(core: Core) -> Tensor:
+        grams = [part.T @ part / part.square().sum().clamp(min=torch.finfo(torch.float64).tiny) for part in core.parts]
+        values, vectors = torch.linalg.eigh(_sum(grams))
+        floor = RELATIVE_ZERO * values[-1].clamp(min=0)
+        inverse = torch.where(values > floor, 1 / (values + recipe.ridge * values[-1]), 0.0)
+        solution: Tensor = _sum([part @ gram for part, gram in zip(core.parts, grams, strict=True)]) @ vectors
+        return torch.mm(solution * inverse, vectors.T)
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Return the nearest matrix with orthonormal columns on the span of the given ones: U Vᵀ of their SVD.
+
+    >>> orthonormal(torch.tensor([[2.0], [0.0]])).tolist()
+    [[1.0], [0.0]]
+    """
+    u, _, v = support(columns)
+    return u @ v.T
+
+
+def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Outcome:
+    merged, lost = {}, {}
+    for name, factors in modules.items():
+        core = core_of(factors, weights)
+        merged[name], lost[name] = core.lift(recipe.factor * rule(core), recipe.rank)
+    return Outcome(merged, recipe.factor, lost)
+
+
+def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the orthonormal basis of singular vectors of tall columns, and the columns' coordinates in it."""
+    q, r = thin_qr(columns)
+    u, s, v = support(r, least=1)
+    return q @ u, s[:, None] * v.T
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.sum() / max(1, len(values))
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(parts)).sum(0)
