@@ -17,7 +17,7 @@ from dpmerge.server.merging.recipe import Outcome, Recipe
 
 
 def geometry(modules: Modules, recipe: Recipe) -> Outcome:
-    """Return c · Σ u_t τ_t with c = mean_t ‖u_t τ_t‖ / ‖Σ_t u_t τ_t‖, u = T · w / Σ w, and c clipped to [1/T, 1].
+    """Return c · Σ u_t τ_t with c = mean_t ‖u_t τ_t‖ / ‖Σ_t u_t τ_t‖, u = T · w / Σ w, and c at most 1.
 
     One coefficient for the whole model, such that the merged change is as long as the parties' changes are on average:
     identical adapters give 1/T, the average; orthogonal ones of equal length 1/√T; opposed ones at most 1, the plain
@@ -37,7 +37,7 @@ def geometry(modules: Modules, recipe: Recipe) -> Outcome:
 
 
 def norm_preserving(inner: Tensor, scale: list[float]) -> float:
-    """Return mean_t ‖u_t τ_t‖ / ‖Σ u_t τ_t‖, clipped to [1/T, 1].
+    """Return mean_t ‖u_t τ_t‖ / ‖Σ u_t τ_t‖, at most 1; by the triangle inequality it is at least 1/T.
 
     Args:
         inner: ⟨τ_t, τ_s⟩, [T, T].
@@ -50,10 +50,9 @@ def norm_preserving(inner: Tensor, scale: list[float]) -> float:
     lengths = inner.diagonal().clamp(min=0).sqrt() * u
     total = math.sqrt(max(float(u @ inner @ u), 0.0))
     mean = float(lengths.mean())
-    floor = 1 / len(scale)
     if mean == 0:
-        return floor  # nobody moved: any coefficient gives 0
-    return min(max(mean / total, floor), 1.0) if total > 0 else 1.0
+        return 1 / len(scale)  # nobody moved: any coefficient gives 0
+    return min(mean / total, 1.0) if total > 0 else 1.0
 
 
 def overlaps(modules: Modules) -> Tensor:

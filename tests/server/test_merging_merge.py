@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save, save_file
 from torch import Tensor, nn
 
+from dpmerge.common.config_sections import MERGE_PARAMETERS
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import Head, Release, read_release, release_hash, to_files, write_release
 from dpmerge.server.merging import METHODS, Adapter, adapter_from_files, as_release, merge, read_adapter
@@ -296,6 +297,11 @@ def test_bad_parameters_are_refused(options: dict[str, Any], code: str, message:
     with pytest.raises(DpmergeError, match=message) as caught:
         merge(pair(shared=True), **options)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize("method", MERGE_PARAMETERS)
+def test_a_configuration_offers_what_the_registry_takes(method: str) -> None:
+    assert set(MERGE_PARAMETERS[method]) == set(METHODS[method].parameters)
 
 
 def test_nothing_to_merge() -> None:
