@@ -59,7 +59,8 @@ class Mechanism:
         num_coordinates: P, length of the trainable vector; needed by secure noise, whose error is charged per value.
         sharpness: Where the gradient is taken; only "sam" spends another query.
         ascent_noise_multiplier: σ of the ascent query ("sam" only).
-        ascent_sampling: Whether the ascent query shares the step's Poisson sample ("sam" only).
+        ascent_sampling: Whether the ascent query shares the step's Poisson sample ("sam" only). "separate" samples meet
+            a target with less noise, since each query is amplified by its own subsampling; the same if q = 1.
         noise: "secure", or "fast" for experiments.
         privacy_unit: What is added or removed.
         private: False trains without noise: ε is infinite, and everything that is written says so.
@@ -152,6 +153,13 @@ class Mechanism:
     def sampling_prob(self) -> float:
         """q, the probability with which each unit enters a step's sample: B over the declared population, in (0, 1]."""
         return self.expected_batch_size / self.population
+
+    @property
+    def noise_std(self) -> float:
+        """σC/B: standard deviation of the noise in each coordinate of the averaged gradient; 0 without privacy."""
+        if not self.private or self.l2_clip_norm is None:
+            return 0.0
+        return self.noise_multiplier * self.l2_clip_norm / self.expected_batch_size
 
     @property
     def queries(self) -> tuple[tuple[float, int], ...]:

@@ -30,15 +30,15 @@ def noise_share(
         factors: Module → (A [rank, width_in], B [width_out, rank], scaling) of the release; B started at zero.
     """
     observed = sum(float(b.square().sum()) for _, b, _ in factors.values())
-    if not mechanism.private or observed == 0.0 or mechanism.l2_clip_norm is None:
+    if not mechanism.private or observed == 0.0:
         return None
     views, stop = [], 0
     for a, b, scaling in factors.values():
         views.append(LoraView(a, slice(stop, stop + b.numel()), (b.shape[0], b.shape[1]), scaling, None))
         stop += b.numel()
     theta, start = torch.zeros(stop), torch.zeros(stop)
-    optimizer = make_optimizer(training.optimizer, theta, training.learning_rate)
-    scale = mechanism.noise_multiplier * mechanism.l2_clip_norm / mechanism.expected_batch_size
+    scale = mechanism.noise_std
+    optimizer = make_optimizer(training.optimizer, theta, training.learning_rate, noise_std=scale)
     generator = torch.Generator().manual_seed(0)  # an estimate for the report: reproducible, no privacy rests on it
     for step in range(mechanism.num_steps):
         theta.grad = scale * torch.randn(stop, generator=generator) + pull(theta, start, tuple(views), training, step)

@@ -8,7 +8,7 @@ from dpmerge.common.optimizer import OPTIMIZERS, make_optimizer
 
 
 def _state(optimizer_name: str, theta: torch.Tensor) -> TrainingState:
-    optimizer = make_optimizer(optimizer_name, theta, 0.1)
+    optimizer = make_optimizer(optimizer_name, theta, 0.1, noise_std=0.3)
     theta.grad = torch.randn_like(theta)
     optimizer.step()
     return TrainingState(
@@ -21,13 +21,13 @@ def test_optimizer_goes_on_as_if_never_interrupted(tmp_path, name):
     torch.manual_seed(1)
     theta = torch.randn(6)
     state = _state(name, theta)
-    optimizer = make_optimizer(name, theta, 0.1)
+    optimizer = make_optimizer(name, theta, 0.1, noise_std=0.3)
     optimizer.load_state_dict(state.optimizer)
     save_checkpoint(tmp_path / "c.safetensors", state, "binding")
 
     loaded = load_checkpoint(tmp_path / "c.safetensors", "binding")
     resumed = loaded.theta.clone()
-    other = make_optimizer(name, resumed, 0.1)
+    other = make_optimizer(name, resumed, 0.1, noise_std=0.3)
     other.load_state_dict(loaded.optimizer)
     gradient = torch.randn(6)
     for vector, stepper in ((theta, optimizer), (resumed, other)):
