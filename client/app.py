@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from dpmerge.client.party import run_party
+from dpmerge.client.party import append_log, run_party
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
@@ -67,18 +66,11 @@ def answer(site: Site, server_terms: str) -> Outcome:
             )
         return Outcome(party, run_party(site.plan, base, site.folder, on_progress=_progress_file(site.folder)))
     except DpmergeError as error:
-        _log(site.folder)
+        append_log(site.folder, traceback.format_exc())
         return Outcome(party, {}, error.code, f"{error.problem}; {error.fix}")
     except Exception:
-        _log(site.folder)
+        append_log(site.folder, traceback.format_exc())
         return Outcome(party, {}, "DPM-599", "training failed; the traceback is in the party's own party.log")
-
-
-def _log(folder: Path) -> None:
-    """Append the traceback being handled to the party's own log, readable by its owner only."""
-    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a") as log:
-        log.write(traceback.format_exc())
 
 
 def _progress_file(folder: Path) -> Callable[[str, int, int], None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,12 @@ from filelock import FileLock
 from peft import PeftModel, get_peft_model_state_dict
 
 from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
-from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
 from dpmerge.client.ledger import Ledger
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
+from dpmerge.client.units import Users
 from dpmerge.common.accounting import calibrate, cross_check
 from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
@@ -49,7 +51,12 @@ Counts of records are private: the caller keeps them at the party."""
 
 
 def run_party(
-    plan: PartyPlan, base: Base, folder: Path, *, on_progress: OnProgress = lambda _stage, _done, _total: None
+    plan: PartyPlan,
+    base: Base,
+    folder: Path,
+    *,
+    on_progress: OnProgress = lambda _stage, _done, _total: None,
+    cache_trunk: bool = True,
 ) -> dict[str, bytes]:
     """Return the party's release as files, training it first unless this folder already holds it.
 
@@ -58,6 +65,7 @@ def run_party(
         base: The base model, freshly loaded; LoRA is attached to it in place.
         folder: The party's own folder, created with owner-only rights.
         on_progress: See `OnProgress`.
+        cache_trunk: False runs the frozen layers again whenever a record is drawn: the same release, in less memory.
 
     Raises:
         DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
@@ -69,7 +77,7 @@ def run_party(
         binding = _binding(plan, records)
         ledger = Ledger(folder / "ledger.jsonl")
         if not (folder / "release").exists():
-            release = _train(plan, base, records, binding, ledger, folder, on_progress)
+            release = _train(plan, base, records, binding, ledger, folder, on_progress, cache_trunk)
             write_release(folder / "release", release)
         reservation = ledger.find(binding)
         if reservation is None:
@@ -88,19 +96,27 @@ def training_records(source: TaskSource | FileSource) -> Records:
     """Read the private half of a source: the training split of a registry task, or the party's own file."""
     if isinstance(source, TaskSource):
         return load_task(source.task).train
-    return read_records(source.path, text=source.text, label=source.label, labels=source.labels)
+    return read_records(source.path, text=source.text, label=source.label, labels=source.labels, user=source.user)
 
 
 def _binding(plan: PartyPlan, records: Records) -> str:
     """Return the SHA-256 over data and configuration that a reservation is bound to; it never leaves the party."""
     digest = hashlib.sha256(plan.fingerprint().encode())
-    for text, label in zip(records.texts, records.labels, strict=True):
-        digest.update(json.dumps([text, label]).encode())
+    columns = [column for column in (records.texts, records.labels, records.users) if column is not None]
+    for record in zip(*columns, strict=True):
+        digest.update(json.dumps(record).encode())
     return digest.hexdigest()
 
 
 def _train(
-    plan: PartyPlan, base: Base, records: Records, binding: str, ledger: Ledger, folder: Path, on_progress: OnProgress
+    plan: PartyPlan,
+    base: Base,
+    records: Records,
+    binding: str,
+    ledger: Ledger,
+    folder: Path,
+    on_progress: OnProgress,
+    cache_trunk: bool,
 ) -> Release:
     head = start_head(base, plan)
     config = adapter_config(base, plan.lora)
@@ -108,20 +124,22 @@ def _train(
     split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
     classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
 
-    total = len(records)
-    activations = Activations(
-        base,
-        split,
-        records.texts,
-        max_length=plan.base.max_length,
-        on_progress=lambda num_done: on_progress("caching", num_done, total),
+    data = PrivateData(
+        Activations(
+            base,
+            split,
+            records.texts,
+            max_length=plan.base.max_length,
+            cached=cache_trunk,
+            on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
+        ),
+        torch.tensor(records.labels, dtype=torch.long),
+        users=None if records.users is None else Users(records.users),
     )
-    data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long))
-
-    with PerExampleGradients(classifier, max_examples=plan.training.expected_batch_size) as gradients:
+    with _gradients(classifier, plan, folder) as gradients:
         mechanism = make_mechanism(plan, gradients.theta.numel())
         statement = _statement(plan, mechanism, base, head.labels)
-        run = _reserved(plan, mechanism, statement, len(records), binding, ledger, folder)
+        run = _reserved(plan, mechanism, statement, data.num_units, binding, ledger, folder)
 
         def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
             if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
@@ -152,6 +170,26 @@ def _train(
         heads={plan.party: _trained_head(head, classifier)},
         statement=statement,
     )
+
+
+def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExampleGradients:
+    """Return the gradients of the classifier; a physical batch below the expected one is said in the party's log."""
+    wanted, budget = plan.training.expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
+    gradients = PerExampleGradients(classifier, max_examples=wanted, memory_budget_bytes=budget)
+    if gradients.capacity < wanted:
+        append_log(
+            folder,
+            f"physical batches hold {gradients.capacity} records where {wanted} are expected: more gradients of "
+            f"{gradients.theta.numel()} coordinates would exceed the memory budget of {budget} bytes\n",
+        )
+    return gradients
+
+
+def append_log(folder: Path, text: str) -> None:
+    """Append to the party's own log, readable by its owner only."""
+    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    with os.fdopen(descriptor, "a") as log:
+        log.write(text)
 
 
 def _statement(plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[str, ...]) -> dict[str, Any]:
@@ -188,7 +226,10 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
             num_steps=training.num_steps,
             target_delta=privacy.delta,
             sharpness=training.sharpness,
+            ascent_noise_multiplier=0.0 if training.sharpness == "sam" else None,
+            ascent_sampling=training.ascent_sampling,
             noise="fast",
+            privacy_unit=privacy.unit,
             private=False,
         )
     if privacy.epsilon is None:
@@ -202,7 +243,9 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
         l2_clip_norm=privacy.l2_clip_norm,
         sharpness=training.sharpness,
         noise=privacy.noise,
+        ascent_sampling=training.ascent_sampling,
         num_coordinates=num_coordinates,
+        privacy_unit=privacy.unit,
     )
 
 
@@ -219,7 +262,7 @@ def _reserved(
     plan: PartyPlan,
     mechanism: Mechanism,
     charge: dict[str, Any],
-    num_records: int,
+    num_units: int,
     binding: str,
     ledger: Ledger,
     folder: Path,
@@ -241,11 +284,11 @@ def _reserved(
             )
         state = load_checkpoint(checkpoint, binding)
         source = SecureNoise if mechanism.noise == "secure" else FastNoise
-        sampler = PoissonSampler.from_state(mechanism.sampling_prob, num_records, state.sampler)
+        sampler = PoissonSampler.from_state(mechanism.sampling_prob, num_units, state.sampler)
         return _Run(source.from_state(state.noise), sampler, state)
     seed = plan.privacy.noise_seed
     noise: NoiseSource = SecureNoise() if mechanism.noise == "secure" else FastNoise(seed)
-    return _Run(noise, PoissonSampler(mechanism.sampling_prob, num_records, seed), None)
+    return _Run(noise, PoissonSampler(mechanism.sampling_prob, num_units, seed), None)
 
 
 def lora_views(gradients: PerExampleGradients, encoder: PeftModel) -> tuple[LoraView, ...]:

@@ -6,7 +6,7 @@ through the `Privatiser`; everything after that line is post-processing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from dpmerge.client.noise import NoiseSource
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.sharpness import AscentMemory, perturbation, perturbed
+from dpmerge.client.units import Users
 from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView, pull
 from dpmerge.common.config import TrainingSettings
@@ -51,10 +52,17 @@ class PrivateData:
     Attributes:
         activations: The records at the split.
         labels: Class indices, int64 [N].
+        users: Whose records they are, where the unit of privacy is a user; None where it is a record.
     """
 
     activations: Activations
     labels: Tensor
+    users: Users | None = None
+
+    @property
+    def num_units(self) -> int:
+        """How many records, or users, the party holds: what Poisson samples are drawn of. Private."""
+        return len(self.labels) if self.users is None else len(self.users)
 
 
 @dataclass
@@ -100,12 +108,13 @@ def train(
         lora: Where the LoRA factors lie in θ, for the pull.
         mechanism: σ, C, q, B, T and the form of sharpness; the only source of these numbers.
         settings: Optimizer, learning rate, radius, pull.
-        sampler: Draws the Poisson samples.
+        sampler: Draws the Poisson samples of the data's units.
         noise: Draws the noise; it forgets how after every query.
         resume_from: State of an interrupted run under the same reservation.
         after_step: Called with the number of steps done (0 before the first) and a function that captures the state.
 
     Raises:
+        ValueError: If the data's unit is not the one that the mechanism is accounted for.
         DpmergeError: DPM-503 if θ did not move in the first step, or the model no longer shares its storage.
 
     Guarantees:
@@ -113,8 +122,10 @@ def train(
         accounted for: each step is `mechanism`'s query, and the rest is a function of its answers and of public
         constants. The final iterate is the result; nothing is selected by a loss.
     """
+    if (mechanism.privacy_unit == "user") != (data.users is not None):
+        raise ValueError(f"Expected data whose unit is privacy_unit={mechanism.privacy_unit!r}, as accounted.")
     theta, start = gradients.theta, gradients.theta.clone()
-    optimizer = make_optimizer(settings.optimizer, theta, settings.learning_rate)
+    optimizer = make_optimizer(settings.optimizer, theta, settings.learning_rate, noise_std=mechanism.noise_std)
     gradients.check_storage(optimizer.param_groups[0]["params"])
     memory = AscentMemory(mechanism.sharpness)
     first_step = 0
@@ -158,15 +169,26 @@ def train(
 def _private_gradient(
     privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, gradients: PerExampleGradients
 ) -> Tensor:
-    """Return the privatised mean gradient [P] over one Poisson sample (positions, int64 [m], m may be 0)."""
-    for batch in data.activations.batches(sample, gradients.capacity):
-        labels = data.labels[batch.records]
-        rows = gradients.compute(
-            lambda batch=batch, labels=labels: nn.functional.cross_entropy(  # type: ignore[misc]
-                model(batch.hidden, batch.mask), labels, reduction="none"
+    """Return the privatised mean gradient [P] over one Poisson sample of units (positions, int64 [m], m may be 0)."""
+
+    def record_rows(records: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in data.activations.batches(records, gradients.capacity):
+            labels = data.labels[batch.records]
+            yield (
+                batch.records,
+                gradients.compute(
+                    lambda batch=batch, labels=labels: nn.functional.cross_entropy(  # type: ignore[misc]
+                        model(batch.hidden, batch.mask), labels, reduction="none"
+                    )
+                ),
             )
-        )
-        privatiser.accumulate(rows)
+
+    if data.users is None:
+        for _, rows in record_rows(sample):
+            privatiser.accumulate(rows)
+    else:
+        for rows in data.users.rows(sample, gradients.capacity, record_rows):
+            privatiser.accumulate(rows)
     return privatiser.finish()
 
 

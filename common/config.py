@@ -117,13 +117,17 @@ class TaskSource:
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource:
-    """A party's own records: absolute paths (a folder may end in "::split"), columns, labels and their descriptions."""
+    """A party's own records: absolute paths (a folder may end in "::split"), columns, labels and their descriptions.
+
+    `user` is set exactly when the plan's privacy unit is a user.
+    """
 
     path: str
     text: str
     label: str
     labels: Mapping[str, str]
     test: str | None = None
+    user: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +242,7 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
     except Refused as refusal:
         raise refusal.at(f"{section}.training") from None
     privacy = _resolve_privacy(federation, party, section)
+    _check_unit(party, privacy.unit, section)
     batch, population = training.expected_batch_size, privacy.population
     if population is not None and batch > population:
         place = f"{section}.training" if "expected_batch_size" in party.training else "training"
@@ -279,6 +284,19 @@ def _resolve_privacy(federation: Federation, party: PartySettings, section: str)
     return privacy
 
 
+def _check_unit(party: PartySettings, unit: str, section: str) -> None:
+    """Users are protected where they are known, and known only where they are protected."""
+    if unit == "user" and party.task is not None:
+        fix = 'bring own data with a user column, or state unit = "record"'
+        raise Refused(section, "task", party.task, 'tells no users, and privacy.unit is "user"', fix)
+    if unit == "user" and party.user is None:
+        fix = 'name the column that tells whose record it is, for example user = "author"'
+        raise Refused(section, "user", None, 'is missing: privacy.unit is "user"', fix)
+    if unit == "record" and party.user is not None:
+        fix = 'state unit = "user" in [privacy] to protect all records of a user together, or remove user'
+        raise Refused(section, "user", party.user, 'is stated although privacy.unit is "record"', fix)
+
+
 def _declared_population(task: str, section: str) -> int:
     from dpmerge.common.tasks import TASKS  # here, so that a site with its own data does not read the registry
 
@@ -299,6 +317,7 @@ def _source(party: PartySettings, folder: Path) -> TaskSource | FileSource:
         label=party.label or "label",
         labels=party.labels,
         test=_absolute(folder, party.test) if party.test else None,
+        user=party.user,
     )
 
 

@@ -31,8 +31,9 @@ from dpmerge.common.config_rules import (
     words,
 )
 
-Optimizer = Literal["adam", "adamw", "sgd", "momentum"]
+Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Sharpness = Literal["none", "sat", "sat-momentum", "sam"]
+AscentSampling = Literal["paired", "separate"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
 MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -114,15 +115,26 @@ class TrainingSettings:
     section: ClassVar[str] = "training"
     num_steps: int = field(default=40, metadata=_meta(whole(1), "Noisy steps; each one costs privacy."))
     expected_batch_size: int = field(
-        default=128, metadata=_meta(whole(1), "Mean size of the Poisson samples, at most the population.")
+        default=128,
+        metadata=_meta(
+            whole(1), "Mean number of units (records or users) in a Poisson sample, at most the population."
+        ),
     )
     optimizer: Optimizer = field(
-        default="adam", metadata=_meta(choice(*get_args(Optimizer)), "Works on the privatised gradient.")
+        default="adam",
+        metadata=_meta(choice(*get_args(Optimizer)), "Works on the privatised gradient; dp-adam knows its noise."),
     )
     learning_rate: float = field(default=4e-3, metadata=_meta(real(above=0.0), "Step size."))
     sharpness: Sharpness = field(
         default="sat",
         metadata=_meta(choice(*get_args(Sharpness)), "Where the gradient is taken; see the privacy notes."),
+    )
+    ascent_sampling: AscentSampling = field(
+        default="paired",
+        metadata=_meta(
+            choice(*get_args(AscentSampling)),
+            "For sam: one Poisson sample for ascent and descent, or one each, which needs less noise unless q = 1.",
+        ),
     )
     rho: float = field(default=0.1, metadata=_meta(real(at_least=0.0), "Radius of the ascent step; 0 is plain DP-SGD."))
     rho_warmup_steps: int = field(default=0, metadata=_meta(whole(0), "Steps over which rho grows linearly from 0."))
@@ -142,6 +154,9 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.ascent_sampling != "paired" and self.sharpness != "sam":
+            problem = 'is allowed only with sharpness = "sam", which alone has an ascent query'
+            raise Refused(self.section, "ascent_sampling", self.ascent_sampling, problem, "remove ascent_sampling")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +172,7 @@ class PrivacySettings:
     delta: float = field(
         default=1e-5, metadata=_meta(real(above=0.0, below=1.0), "Target δ, well below 1 / population.")
     )
-    l2_clip_norm: float = field(default=1.0, metadata=_meta(real(above=0.0), "Bound on each record's gradient norm."))
+    l2_clip_norm: float = field(default=1.0, metadata=_meta(real(above=0.0), "Bound on each unit's gradient norm."))
     noise: Literal["secure", "fast"] = field(
         default="secure", metadata=_meta(choice("secure", "fast"), "fast: floating-point noise, for experiments only.")
     )
@@ -165,11 +180,15 @@ class PrivacySettings:
         default=None,
         metadata=_meta(whole(0), "For tests, with fast noise only: whoever knows it can remove the noise.", 1),
     )
-    unit: Literal["record"] = field(
-        default="record", metadata=_meta(choice("record"), "What one neighbour differs in.")
+    unit: Literal["record", "user"] = field(
+        default="record",
+        metadata=_meta(
+            choice("record", "user"), "What one neighbour differs in: one record, or all records of a user."
+        ),
     )
     population: int | None = field(
-        default=None, metadata=_meta(POPULATION, "Declared public size for parties that bring their own data.", 3000)
+        default=None,
+        metadata=_meta(POPULATION, "Declared public number of units (records or users) of own data.", 3000),
     )
     tuning: str = field(
         default="not disclosed", metadata=_meta(words(), "How these settings were chosen; part of every statement.")
@@ -233,13 +252,20 @@ class PartySettings:
     label: str | None = field(
         default=None, metadata=_meta(words(), 'Column of the label; "label" if not given.', "stars")
     )
+    user: str | None = field(
+        default=None,
+        metadata=_meta(words(), 'Column that tells whose record it is; needed for unit = "user".', "author"),
+    )
     labels: Mapping[str, str] | None = field(
         default=None, metadata=_meta(LABELS, "Each label as it stands in the file, and its description in words.")
     )
     test: str | None = field(
         default=None, metadata=_meta(words(), "Public test data with the same columns.", "public.csv")
     )
-    population: int | None = field(default=None, metadata=_meta(POPULATION, "Declared public size of the data.", 3000))
+    population: int | None = field(
+        default=None,
+        metadata=_meta(POPULATION, "Declared public number of records, or of users with unit = user.", 3000),
+    )
     epsilon: float | None = field(default=None, metadata=_meta(EPSILON, "This party's target ε.", 3.0))
     private: bool | None = field(default=None, metadata=_meta(FLAG, "This party's choice.", True))
     training: Mapping[str, Any] = field(
@@ -286,7 +312,7 @@ def _check_source(party: PartySettings) -> None:
                 party.section, "labels", None, "is missing: the labels of own data are declared and public", fix
             )
         return
-    for key in ("text", "label", "labels", "test"):
+    for key in ("text", "label", "user", "labels", "test"):
         if getattr(party, key) is not None:
             raise Refused(
                 party.section, key, getattr(party, key), "belongs to own data, not to a task", f"remove {key}"

@@ -33,8 +33,9 @@ learning_rate = 0.002
 # data = "reviews.csv"                    # CSV, JSONL or a data-set folder; relative to this file
 # text = "body"                           # column of the text
 # label = "stars"                         # column of the label
+# user = "author"                         # column that tells whose record it is; only with unit = "user"
 # labels = { "1" = "a bad product", "5" = "a great product" }   # declared, public; others are left out
-# population = 3000                       # declared, public, rounded; never read off the file
+# population = 3000                       # declared, public, rounded; of users, if they are the unit; never off the file
 # test = "public_reviews.csv"             # public test data with the same columns; without it no accuracy
 # epsilon = 3.0
 # private = false                         # instead of epsilon: no privacy, marked in every output

@@ -30,20 +30,31 @@ Table: TypeAlias = tuple[list[str], Iterable[Mapping[str, Any]]]  # column names
 
 @dataclass(frozen=True)
 class Records:
-    """Texts and their classes, row by row; class `k` is the k-th declared label."""
+    """Texts and their classes, row by row.
+
+    Attributes:
+        texts: The texts.
+        labels: Class `k` is the k-th declared label.
+        users: Whose record it is, numbered from 0 in order of appearance; None where users are not told apart.
+    """
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
+    users: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.texts) != len(self.labels):
             raise ValueError(f"Expected {len(self.labels)} texts in Records, one per label, got {len(self.texts)}.")
+        if self.users is not None and len(self.users) != len(self.labels):
+            raise ValueError(f"Expected {len(self.labels)} users in Records, one per label, got {len(self.users)}.")
 
     def __len__(self) -> int:
         return len(self.texts)
 
 
-def read_records(path: str | Path, *, text: str, label: str, labels: Mapping[str, str]) -> Records:
+def read_records(
+    path: str | Path, *, text: str, label: str, labels: Mapping[str, str], user: str | None = None
+) -> Records:
     """Read labelled texts from a party's own file or folder, without any use of the network.
 
     Args:
@@ -53,6 +64,8 @@ def read_records(path: str | Path, *, text: str, label: str, labels: Mapping[str
         text: Name of the column with the text.
         label: Name of the column with the class.
         labels: Declared label → description. Cells are compared as strings; the order gives the class indices.
+        user: Name of the column that tells whose record it is, or None. Cells are compared as strings, spaces around
+            them aside: two spellings are two users. A record without a user is unusable.
 
     Returns:
         The usable records in the order of the file.
@@ -64,20 +77,32 @@ def read_records(path: str | Path, *, text: str, label: str, labels: Mapping[str
         `labels` has no default: a set of labels read off private records would itself be private.
     """
     columns, rows = _read_table(path)
-    for key, name in (("text", text), ("label", label)):
-        if name not in columns:
+    for key, name in (("text", text), ("label", label), ("user", user)):
+        if name is not None and name not in columns:
             raise _missing_column(path, key, name, columns)
     index = {name: position for position, name in enumerate(labels)}
     usable = [
-        (content.strip(), index[kind])
-        for content, kind in ((row.get(text), str(row.get(label)).strip()) for row in rows)
-        if isinstance(content, str) and content.strip() and kind in index
+        (content.strip(), index[kind], owner)
+        for content, kind, owner in ((row.get(text), str(row.get(label)).strip(), _owner(row, user)) for row in rows)
+        if isinstance(content, str) and content.strip() and kind in index and owner is not None
     ]
     if not usable:
         problem = f"no record of {path} has a text in column {text!r} and one of {', '.join(index)} in column {label!r}"
+        problem += "" if user is None else f", and a user in column {user!r}"
         raise DpmergeError("DPM-203", problem, f"check text, label and labels; the columns are {_some(columns)}")
-    texts, classes = zip(*usable, strict=True)
-    return Records(texts, classes)
+    texts, classes, owners = zip(*usable, strict=True)
+    if user is None:
+        return Records(texts, classes)
+    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+    return Records(texts, classes, tuple(numbers[owner] for owner in owners))
+
+
+def _owner(row: Mapping[str, Any], user: str | None) -> str | None:
+    """Tell whose record a row is: "" where users are not told apart, None where the cell is empty (or NaN)."""
+    if user is None:
+        return ""
+    cell = row.get(user)
+    return None if cell is None or cell != cell else str(cell).strip() or None
 
 
 def _read_table(path: str | Path) -> Table:

@@ -47,6 +47,7 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "num_steps": training.num_steps,
         "target_delta": privacy.delta,
         "sharpness": training.sharpness,
+        "ascent_sampling": training.ascent_sampling,
         "privacy_unit": privacy.unit,
     }
     if privacy.private:

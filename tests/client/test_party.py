@@ -1,19 +1,25 @@
 """One party end to end on real records and a real model, without any network."""
 
+import csv
 import json
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dpmerge.client import party as party_module
+from dpmerge.client import train as train_module
 from dpmerge.client.ledger import Ledger
 from dpmerge.client.party import run_party
 from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.release import ADAPTER, STATEMENT, release_from_files
-from dpmerge.common.statement import check_statement
+from dpmerge.common.statement import check_statement, sentence
+from dpmerge.common.untrusted import ReleaseRefused
+from dpmerge.server.expectation import expectation_of
+from dpmerge.server.intake import validate
 
 
 def make_plan(data, **changes):
@@ -194,3 +200,98 @@ def test_a_record_that_overflows_is_neutralised_in_silence(plan, tmp_path, monke
     monkeypatch.setattr(Activations, "batches", poisoned)
     release = release_from_files(release_of(plan, tmp_path / "a"), "shop")
     assert all(torch.isfinite(value).all() for value in release.adapter.values())
+
+
+def with_users(plan, folder, num_users=60):
+    """The same records with an author each, and a plan that protects all records of an author together."""
+    with open(plan.source.path, newline="") as source, (folder / "authored.csv").open("w", newline="") as target:
+        rows = list(csv.reader(source))
+        authors = ["author", *(f"author {row % num_users}" for row in range(len(rows) - 1))]
+        csv.writer(target).writerows([*row, author] for row, author in zip(rows, authors, strict=True))
+    return replace(
+        plan,
+        source=replace(plan.source, path=str(folder / "authored.csv"), user="author"),
+        privacy=replace(plan.privacy, unit="user", population=num_users),
+        training=replace(plan.training, expected_batch_size=12),
+    )
+
+
+def test_users_are_protected_as_a_whole(plan, tmp_path):
+    protected = with_users(plan, tmp_path)
+    sent = release_of(protected, tmp_path / "a")
+    terms = expectation_of(load_base(plan.base.model), [protected])
+    release = validate("shop", sent, terms)
+    assert (release.statement["privacy_unit"], release.statement["population"]) == ("user", 60)
+    assert release.statement["epsilon"] <= 4.0
+    assert "any one user" in sentence(release.statement)
+    other = replace(protected, privacy=replace(protected.privacy, unit="record"))
+    terms = expectation_of(load_base(plan.base.model), [other])
+    with pytest.raises(ReleaseRefused, match="privacy_unit"):
+        validate("shop", sent, terms)
+
+
+def test_who_wrote_what_is_part_of_what_a_reservation_is_bound_to(plan, tmp_path):
+    protected = with_users(plan, tmp_path)
+    release_of(protected, tmp_path / "a")
+    with_users(plan, tmp_path, num_users=30)
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        release_of(protected, tmp_path / "a")
+
+
+def test_an_ascent_sample_of_its_own_is_agreed_stated_and_needs_less_noise(plan, tmp_path):
+    """Each of two queries is amplified by its own subsampling; on one sample the pair is amplified once."""
+    sigmas = {}
+    for sampling in ("paired", "separate"):
+        training = replace(plan.training, sharpness="sam", ascent_sampling=sampling, num_steps=2)
+        changed = replace(plan, training=training)
+        sent = release_of(changed, tmp_path / sampling)
+        statement = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed])).statement
+        assert statement["ascent_sampling"] == sampling
+        assert 3.99 < statement["epsilon"] <= 4.0
+        sigmas[sampling] = statement["noise_multiplier"]
+    assert sigmas["separate"] < 0.9 * sigmas["paired"]
+    paired = replace(changed, training=replace(changed.training, ascent_sampling="paired"))
+    terms = expectation_of(load_base(plan.base.model), [paired])
+    with pytest.raises(ReleaseRefused, match="ascent_sampling"):
+        validate("shop", sent, terms)
+
+
+def test_dp_adam_knows_the_noise_that_is_added(plan, tmp_path, monkeypatch):
+    made = []
+    original = train_module.make_optimizer
+
+    def recorded(*args, **kwargs):
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(train_module, "make_optimizer", recorded)
+    changed = replace(plan, training=replace(plan.training, optimizer="dp-adam"))
+    statement = json.loads(release_of(changed, tmp_path / "a")[STATEMENT])
+    assert made[0].param_groups[0]["noise_std"] == pytest.approx(statement["noise_multiplier"] * 1.0 / 48)
+
+
+@pytest.mark.parametrize("sharpness", ["sat", "sam"])
+def test_training_without_privacy_says_so(plan, tmp_path, sharpness):
+    training = replace(plan.training, sharpness=sharpness, num_steps=2, optimizer="dp-adam")
+    changed = replace(plan, privacy=replace(plan.privacy, private=False, epsilon=None), training=training)
+    statement = json.loads(release_of(changed, tmp_path / "a")[STATEMENT])
+    assert (statement["private"], statement["epsilon"]) == (False, None)
+
+
+def test_running_the_trunk_anew_gives_the_same_release(plan, tmp_path):
+    assert release_of(plan, tmp_path / "a") == release_of(plan, tmp_path / "b", cache_trunk=False)
+
+
+def test_a_physical_batch_below_the_expected_one_is_said_in_the_partys_log(plan, tmp_path, monkeypatch):
+    whole = release_from_files(release_of(plan, tmp_path / "a"), "shop")
+    assert not (tmp_path / "a" / "party.log").exists()
+    monkeypatch.setattr(party_module, "DEFAULT_MEMORY_BUDGET_BYTES", 2 * 4 * 20_000 * 7)
+    parts = release_from_files(release_of(plan, tmp_path / "b"), "shop")
+    log = tmp_path / "b" / "party.log"
+    assert re.fullmatch(
+        r"physical batches hold \d+ records where 48 are expected: more gradients of \d+ coordinates .*\n",
+        log.read_text(),
+    )
+    assert log.stat().st_mode & 0o077 == 0
+    for key, value in whole.adapter.items():
+        torch.testing.assert_close(parts.adapter[key], value, rtol=1e-3, atol=1e-5)

@@ -76,7 +76,25 @@ REFUSALS = {
     "delta 1": (BASE + EPSILON + "delta = 1.0\n" + PARTY, "DPM-103", "above 0 and below 1"),
     "party delta": (BASE + EPSILON + PARTY + "[party.privacy]\ndelta = 2", "DPM-103", "party[0].privacy.delta = 2"),
     "seeded secure noise": (BASE + EPSILON + "noise_seed = 3\n" + PARTY, "DPM-103", 'noise = "fast"'),
-    "user unit": (BASE + EPSILON + 'unit = "user"\n' + PARTY, "DPM-103", "choose one of record"),
+    "unknown unit": (BASE + EPSILON + 'unit = "person"\n' + PARTY, "DPM-103", "choose one of record, user"),
+    "unit without users": (BASE + EPSILON + 'unit = "user"\n' + PARTY, "DPM-103", "party[0].user in f.toml is missing"),
+    "users without unit": (BASE + EPSILON + PARTY + 'user = "author"', "DPM-103", 'privacy.unit is "record"'),
+    "own unit without users": (BASE + EPSILON + PARTY + '[party.privacy]\nunit = "user"', "DPM-103", "party[0].user"),
+    "users of a task": (
+        BASE + EPSILON + 'unit = "user"\n[[party]]\nname = "x"\ntask = "trec6"',
+        "DPM-103",
+        'party[0].task = "trec6" in f.toml tells no users',
+    ),
+    "user column of a task": (
+        BASE + EPSILON + '[[party]]\nname = "x"\ntask = "trec6"\nuser = "author"',
+        "DPM-103",
+        "belongs to own data",
+    ),
+    "two samples without sam": (
+        BASE + EPSILON + '[training]\nascent_sampling = "separate"\n' + PARTY,
+        "DPM-103",
+        'training.ascent_sampling = "separate" in f.toml is allowed only with sharpness = "sam"',
+    ),
     "big batch": (BASE + EPSILON + "[training]\nexpected_batch_size = 4000\n" + PARTY, "DPM-103", "population 3000"),
     "big party batch": (
         BASE + EPSILON + PARTY + "[party.training]\nexpected_batch_size = 4000",
@@ -178,6 +196,15 @@ def test_sources_say_where_the_records_are(tmp_path):
     )
     assert party_plan(federation, "shop").source == own
     assert party_plan(federation, "x").source == TaskSource(task="trec6")
+
+
+def test_users_are_named_by_the_party_and_protected_by_the_plan():
+    own = plan(BASE + EPSILON + 'unit = "user"\n' + PARTY + 'user = "author"')
+    assert (own.privacy.unit, own.source.user) == ("user", "author")
+    alone = plan(BASE + EPSILON + PARTY + 'user = "author"\n[party.privacy]\nunit = "user"')
+    assert alone == own
+    assert plan_from_dict(own.to_dict()) == own
+    assert "user" not in plan(BASE + EPSILON + PARTY).to_dict()["source"]
 
 
 def test_an_unknown_party_is_refused():

@@ -56,6 +56,22 @@ def test_jsonl_compares_labels_as_strings_and_skips_broken_lines(tmp_path: Path)
     assert read(write(tmp_path / "own.jsonl", text)) == WANTED
 
 
+def test_users_are_numbered_as_they_appear_and_a_record_without_one_is_left_out(tmp_path: Path) -> None:
+    body = "body,stars,author\na,1,zoe\nb,5,\nc,7,kim\nd,5, ana \ne,1,zoe\nf,5\ng,5,ana\n"
+    path = write(tmp_path / "own.csv", body)
+    records = read_records(path, text="body", label="stars", labels=LABELS, user="author")
+    assert records == Records(("a", "d", "e", "g"), (0, 1, 0, 1), (0, 1, 0, 1))
+    assert read(path).users is None
+    rows = [{"body": "a", "stars": 1, "author": author} for author in (7, None, " ", float("nan"), "7", 0)]
+    lines = write(tmp_path / "own.jsonl", "\n".join(map(json.dumps, rows)))
+    assert read_records(lines, text="body", label="stars", labels=LABELS, user="author").users == (0, 0, 1)
+    with pytest.raises(DpmergeError, match=r"has no column 'autor'; set user to one of .*did you mean 'author'"):
+        read_records(path, text="body", label="stars", labels=LABELS, user="autor")
+    nobody = write(tmp_path / "nobody.csv", "body,stars,author\na,1,\n")
+    with pytest.raises(DpmergeError, match=r"DPM-203: no record .* and a user in column 'author'"):
+        read_records(nobody, text="body", label="stars", labels=LABELS, user="author")
+
+
 def test_class_order_is_that_of_the_declaration(tmp_path: Path) -> None:
     path = write(tmp_path / "own.csv", "body,stars\na,1\nb,5\n")
     assert read_records(path, text="body", label="stars", labels={"5": "great", "1": "bad"}).labels == (1, 0)
