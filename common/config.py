@@ -250,7 +250,7 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
         raise Refused(place, "expected_batch_size", batch, complaint, "sample at most the population per step")
     return PartyPlan(
         party=party.name,
-        base=federation.base,
+        base=replace(federation.base, model=_model(federation)),
         lora=federation.lora,
         training=training,
         privacy=privacy,
@@ -319,6 +319,12 @@ def _source(party: PartySettings, folder: Path) -> TaskSource | FileSource:
         test=_absolute(folder, party.test) if party.test else None,
         user=party.user,
     )
+
+
+def _model(federation: Federation) -> str:
+    """A local folder as an absolute path, since parties may run elsewhere; an alias or a hub id as it is."""
+    path = _absolute(federation.folder, federation.base.model)
+    return path if Path(path, "config.json").is_file() else federation.base.model
 
 
 def _absolute(folder: Path, path: str) -> str:

@@ -43,6 +43,12 @@ MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "ties": ("coefficient", "density", "semantics", "rank"),
     "dare": ("coefficient", "density", "rank"),
     "dare-ties": ("coefficient", "density", "semantics", "rank"),
+    "core-ties": ("coefficient", "density", "semantics", "rank"),
+    "knots-ties": ("coefficient", "density", "semantics", "rank"),
+    "tsv": ("coefficient", "rank"),
+    "iso-c": ("coefficient", "rank"),
+    "iso-cts": ("coefficient", "common_share", "rank"),
+    "wudi": ("coefficient", "ridge", "rank"),
     "geometry": ("coefficient", "rank"),
 }
 
@@ -216,6 +222,13 @@ class MergeSettings:
     density: float | None = field(
         default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that ties or dare keeps.", 0.2)
     )
+    ridge: float | None = field(
+        default=None, metadata=_meta(real(at_least=0.0), "Relative ridge of the least squares of wudi.", 1e-6)
+    )
+    common_share: float | None = field(
+        default=None,
+        metadata=_meta(real(at_least=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
+    )
     semantics: Literal["paper", "peft", "mergekit"] = field(
         default="paper", metadata=_meta(choice("paper", "peft", "mergekit"), "Whose ties: the three differ.")
     )
@@ -226,7 +239,7 @@ class MergeSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         takes = MERGE_PARAMETERS[self.method]
-        for key in ("coefficient", "density", "semantics", "rank"):
+        for key in ("coefficient", "density", "semantics", "ridge", "common_share", "rank"):
             value, default = getattr(self, key), getattr(type(self), key)
             if value != default and key not in takes:
                 raise Refused(self.section, key, value, f"is not a parameter of {self.method}", f"remove {key}")

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.model import Base, adapter_config, adapter_key, lora_shapes, shared_a
-from dpmerge.common.sources import start_head
+from dpmerge.common.sources import label_descriptions, public_settings, start_head
 from dpmerge.server.intake import Expectation, PartyTerms
 
 
@@ -49,6 +49,9 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "sharpness": training.sharpness,
         "ascent_sampling": training.ascent_sampling,
         "privacy_unit": privacy.unit,
+        "labels": list(label_descriptions(plan.source)),
+        "training": public_settings(plan),
+        "noise_seed": "operating system" if privacy.noise_seed is None else "test",
     }
     if privacy.private:
         terms |= {"l2_clip_norm": privacy.l2_clip_norm, "noise": privacy.noise}

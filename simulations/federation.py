@@ -73,7 +73,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
     seconds: dict[str, float] = {}
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
-        base = load_base(federation.base.model)
+        base = load_base(plans[0].base.model)
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
         _open_run(out, federation, mode)
@@ -113,6 +113,8 @@ def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progr
         coefficient=settings.coefficient,
         density=settings.density,
         semantics=settings.semantics,
+        ridge=settings.ridge,
+        common_share=settings.common_share,
         rank=settings.rank,
         seed=federation.run.seed,
     )

@@ -44,7 +44,7 @@ def epsilon(party: PartyResult) -> str:
     """The party's ε, or the marker that there is none."""
     if not party.private:
         return "not private"
-    return MISSING if party.epsilon is None else f"{party.epsilon:g}"
+    return MISSING if party.epsilon is None else f"{party.epsilon:.4g}"
 
 
 def percent(value: float | None, error: float | None) -> str:
