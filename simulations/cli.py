@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 1 a party failed but the run finished, 2 bad input, 130 interrupted.
+"""The command line. Exit codes: 0 done, 1 a party failed or an audit refutes its claim, 2 bad input, 130 interrupted.
 
 With `--format json` the result object is all that stdout gets; whatever is said in words goes to stderr. Torch, Flower
 and Ray are imported inside the commands that need them, so that `dpmerge --help` answers at once.
@@ -7,6 +7,7 @@ and Ray are imported inside the commands that need them, so that `dpmerge --help
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from dpmerge.simulations.progress import Progress
 
 BAD_INPUT = 2
 PARTY_FAILED = 1
+CLAIM_REFUTED = 1
 INTERRUPTED = 130
 LOG_WIDTH = 110  # columns of the tables where there is no terminal to ask
 
@@ -38,7 +40,9 @@ app = typer.Typer(
 )
 assets_app = typer.Typer(no_args_is_help=True, help="Embedded models and public tasks, pinned by SHA-256.")
 config_app = typer.Typer(no_args_is_help=True, help="Write, check and describe federation files.")
+audit_app = typer.Typer(no_args_is_help=True, help="Measure what leaks, against what is claimed.")
 app.add_typer(assets_app, name="assets")
+app.add_typer(audit_app, name="audit")
 app.add_typer(config_app, name="config")
 
 
@@ -152,6 +156,44 @@ def assets_list(output: FormatOption = Format.text) -> None:
         present, size = "yes" if row["present"] else "no", f"{row['size_bytes'] / 1e6:.0f}"
         table.add_row(row["name"], row["kind"], present, size, ", ".join(row["tasks"]), row["licence"])
     Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
+
+
+@audit_app.command("mechanism", epilog="Example: dpmerge audit mechanism --epsilon 1 --num-steps 16")
+def audit_mechanism(
+    epsilon: Annotated[float, typer.Option(help="The claim to calibrate for.")] = 1.0,
+    delta: Annotated[float, typer.Option(help="δ of the claim; near 0.01 a violation is easiest to witness.")] = 0.01,
+    num_steps: Annotated[int, typer.Option(min=1, help="Noisy steps.")] = 16,
+    expected_batch_size: Annotated[int, typer.Option(min=1, help="Mean size of the Poisson samples.")] = 64,
+    population: Annotated[int, typer.Option(min=1, help="Declared size of the data.")] = 512,
+    sharpness: Annotated[str, typer.Option(help="none, sat, sat-momentum or sam.")] = "none",
+    num_trials: Annotated[int, typer.Option(min=1, help="Canaries to guess about.")] = 200_000,
+    seconds: Annotated[float, typer.Option(min=1, help="Stop after this time with what there is.")] = 60.0,
+    output: FormatOption = Format.text,
+) -> int:
+    """Play the membership game against the real sampler, clipping and noise; exit code 1 if ε is exceeded."""
+    from dpmerge.client.audit import NUM_CANARIES
+    from dpmerge.client.audit import audit_mechanism as audit
+    from dpmerge.common.accounting import calibrate
+
+    mechanism = calibrate(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        population=population,
+        expected_batch_size=expected_batch_size,
+        num_steps=num_steps,
+        l2_clip_norm=1.0,
+        sharpness=sharpness,  # type: ignore[arg-type]  # Mechanism refuses what it does not know
+        noise="secure",
+        num_coordinates=NUM_CANARIES,
+    )
+    result = audit(mechanism, num_trials=num_trials, max_seconds=seconds)
+    verdict = "the claim holds" if result.holds else "THE CLAIM IS REFUTED"
+    words = (
+        f"{verdict}: ε ≥ {result.epsilon_lower:.3f} measured, ε = {result.epsilon_claimed:.3f} claimed "
+        f"at δ = {result.delta:g} ({result.confidence:.1%} confidence, {result.num_trials} trials)"
+    )
+    _answer(output, {"audit": asdict(result) | {"holds": result.holds}, "mechanism": asdict(mechanism)}, words)
+    return 0 if result.holds else CLAIM_REFUTED
 
 
 @config_app.command("init", epilog="Example: dpmerge config init federation.toml")

@@ -1,0 +1,182 @@
+"""The transcript check: replay one training's privatised gradients on neighbouring records and compare everything else.
+
+A training may depend on its records through the mechanism's answers only. So the answers of one training are given to a
+second one, whose records differ in one: every point at which the mechanism is asked, the state after every step and the
+release must then be equal to the last bit; and of the rows that a query sums, at most one may differ.
+"""
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cache, partial
+from unittest import mock
+
+from torch import Tensor
+
+from dpmerge.client import party, train
+from dpmerge.client.party import run_party
+from dpmerge.client.privatiser import Privatiser
+from dpmerge.common.config import load_federation, party_plan
+from dpmerge.common.model import load_base
+
+FEDERATION = """
+[base]
+model = "minilm-l3"
+max_length = 32
+[lora]
+layers = "last:1"
+rank = 2
+[training]
+num_steps = 4
+expected_batch_size = 1
+sharpness = "{sharpness}"
+alignment = 0.05
+head = "linear"
+[privacy]
+noise = "fast"
+noise_seed = 5
+delta = 1e-3
+[[party]]
+name = "shop"
+data = "reviews.csv"
+labels = {{ "1" = "a bad product", "5" = "a great product" }}
+population = 2
+epsilon = 1.0
+"""
+"""B = 1 makes every physical batch one record, whose row then has the same bits in any company."""
+
+RECORDS = ("5,works well", "1,broke", "5,love it", "1,no good at all", "5,very happy with this", "1,returned", "5,fine")
+LAST = "1,the longest of these reviews by far: no other record has its padded length or is encoded together with it"
+NEIGHBOURS = {"removed": RECORDS, "replaced": (*RECORDS, "5,this one took its place and is not quite as long as that")}
+
+
+@dataclass
+class Transcript:
+    """What was seen of one training. Vectors that are only compared are kept as bytes.
+
+    Attributes:
+        samples: Positions of each Poisson sample.
+        answers: Privatised gradients [P], in the order in which they were asked for.
+        points: θ, perturbed or not, at the moment of each answer.
+        rows: The per-record gradients behind each answer, in no order.
+        states: θ, ascent direction and optimizer state, before the first step and after each.
+        release: The files of the release.
+    """
+
+    samples: list[Tensor] = field(default_factory=list)
+    answers: list[Tensor] = field(default_factory=list)
+    points: list[bytes] = field(default_factory=list)
+    rows: list[Counter[bytes]] = field(default_factory=list)
+    states: list[list[bytes]] = field(default_factory=list)
+    release: dict[str, bytes] = field(default_factory=dict)
+
+
+_base = cache(load_base)
+
+
+def record(folder, sharpness: str) -> Transcript:
+    """Train on the records, undisturbed."""
+    return observe(*_party(folder / "records", sharpness, (*RECORDS, LAST)))
+
+
+def replay(folder, sharpness: str, neighbour: str, first: Transcript) -> Transcript:
+    """Train on a neighbouring data set, with the samples and answers of `first`."""
+    return observe(*_party(folder / neighbour, sharpness, NEIGHBOURS[neighbour]), answered_by=first)
+
+
+def _party(folder, sharpness, records):
+    folder.mkdir()
+    (folder / "reviews.csv").write_text("\n".join(["label,text", *records]))
+    (folder / "federation.toml").write_text(FEDERATION.format(sharpness=sharpness))
+    plan = party_plan(load_federation(folder / "federation.toml"), "shop")
+    return plan, copy.deepcopy(_base(plan.base.model)), folder / "party"
+
+
+def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Transcript:
+    """Run the whole party and write down its transcript.
+
+    Args:
+        plan: Its records; relative to those of `answered_by`, the last one may be missing or another.
+        base: A base model of its own, which is changed.
+        folder: The party's folder.
+        answered_by: A transcript whose samples and answers take the place of this training's own.
+    """
+    seen = Transcript()
+
+    def watched(model, data, gradients, lora, mechanism, settings, sampler, noise, *, after_step, **options):
+        given = None if answered_by is None else iter(answered_by.answers)
+        watched_sampler = _Sampler(sampler, len(data.labels), seen, answered_by)
+
+        def note_state(step, capture):
+            seen.states.append(_state_bytes(capture()))
+            after_step(step, capture)
+
+        watched_privatiser = partial(_Privatiser, seen=seen, theta=gradients.theta, given=given)
+        with mock.patch.object(train, "Privatiser", watched_privatiser):
+            train.train(
+                *(model, data, gradients, lora, mechanism, settings, watched_sampler, noise),
+                after_step=note_state,
+                **options,
+            )
+
+    with mock.patch.object(party, "train", watched):
+        seen.release = run_party(plan, base, folder)
+    return seen
+
+
+class _Privatiser(Privatiser):
+    """The real privatiser under observation; if answers are given, they replace its own."""
+
+    def __init__(self, *args, seen, theta, given, **options):
+        super().__init__(*args, **options)
+        self._seen, self._theta, self._given = seen, theta, given
+        self._rows: Counter[bytes] = Counter()
+
+    def accumulate(self, grads):
+        self._rows.update(_bytes(row) for row in grads)
+        super().accumulate(grads)
+
+    def finish(self):
+        own = super().finish()
+        answer = own if self._given is None else next(self._given).clone()
+        self._seen.points.append(_bytes(self._theta))
+        self._seen.rows.append(self._rows)
+        self._seen.answers.append(answer.clone())
+        self._rows = Counter()
+        return answer
+
+
+class _Sampler:
+    """Notes each sample; where a transcript is given, takes its samples, without records that are not there."""
+
+    def __init__(self, sampler, num_records, seen, given):
+        self._sampler, self._num_records, self._seen = sampler, num_records, seen
+        self._given = None if given is None else iter(given.samples)
+        self.state = sampler.state
+
+    def sample(self):
+        own = self._sampler.sample()
+        sample = own if self._given is None else next(self._given)
+        self._seen.samples.append(sample)
+        return sample[sample < self._num_records]
+
+
+def released_through_the_mechanism_only(first: Transcript, second: Transcript) -> None:
+    """Assert that nothing but the answers told the second training what the first one's records were."""
+    if first.rows == second.rows:
+        raise ValueError("Expected the record that differs to be sampled at least once: choose another noise_seed.")
+    for query, (one, two) in enumerate(zip(first.rows, second.rows, strict=True)):
+        assert max((one - two).total(), (two - one).total()) <= 1, f"query {query} sums several rows that differ"
+    assert first.points == second.points, "asked at another point"
+    assert first.states == second.states, "another state"
+    assert first.release == second.release, "another release"
+
+
+def _state_bytes(state) -> list[bytes]:
+    optimizer = state.optimizer["state"].get(0, {})
+    vectors = [state.theta, state.direction, *(optimizer[key] for key in sorted(optimizer))]
+    return [b"" if vector is None else _bytes(vector) for vector in vectors]
+
+
+def _bytes(vector: Tensor) -> bytes:
+    return vector.numpy().tobytes()
