@@ -28,14 +28,7 @@ from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import (
-    SAMPLER_TV_PER_VALUE,
-    AscentSampling,
-    Mechanism,
-    NoiseMode,
-    PrivacyUnit,
-    Sharpness,
-)
+from dpmerge.common.mechanism import SAMPLER_TV_PER_VALUE, AscentSampling, Mechanism, NoiseMode, PrivacyUnit, Sharpness
 
 MIN_DELTA = 1e-12
 MAX_EPSILON = 100.0
@@ -86,7 +79,7 @@ def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
     remedy = "add noise, train fewer steps, or state private = false"
     rdp = _rdp(mechanism, delta)  # a cheap look first: hopeless loss distributions outgrow memory
     _refuse_unless(rdp <= _MAX_RDP, f"RDP gives epsilon = {rdp:.3g}, far above {MAX_EPSILON:g}", remedy)
-    loss = _composed(mechanism.queries, mechanism.sampling_prob, pessimistic)
+    loss = _composed(mechanism.queries, mechanism.sampling_prob, pessimistic, 1)
     epsilon = -1.0
     larger = float(loss.get_epsilon_for_delta(delta))
     while larger > epsilon:  # the sampler's charge grows with ε and ε with the charge: climb to the least fixed point
@@ -166,19 +159,17 @@ def calibrate(
         num_steps: T.
         l2_clip_norm: C.
         sharpness: "sam" spends on an ascent query too.
-        noise: With "secure", `num_coordinates` values a query are charged to δ first.
+        noise: With "secure", the error of `num_coordinates` values a query is charged to δ first.
         ascent_sampling: "paired" or "separate" Poisson samples ("sam" only).
         ascent_share: Share of the precision σ⁻² that the ascent query gets, in (0, 1) ("sam" only).
-        num_coordinates: Length of the trainable vector.
+        num_coordinates: P, length of the trainable vector.
         privacy_unit: "record" or "user".
 
     Raises:
         DpmergeError: DPM-501 if no noise reaches the target; DPM-103 if a value is out of range.
     """
     if not 0 < target_epsilon <= MAX_EPSILON:
-        raise DpmergeError(
-            "DPM-103", f"epsilon = {target_epsilon!r} is refused", f"it must lie in (0, {MAX_EPSILON:g}]"
-        )
+        raise DpmergeError("DPM-103", f"epsilon = {target_epsilon!r} is refused", "it must lie in (0, 100]")
     if not 0 < ascent_share < 1:
         raise DpmergeError("DPM-103", f"ascent_share = {ascent_share!r} is refused", "it must lie inside (0, 1)")
     is_sam = sharpness == "sam"
@@ -233,21 +224,20 @@ def _least_scale(epsilon_at: Callable[[float], float], target: float, *, start: 
     low = high = math.log(start)
     while excess(high) > 0:
         low, high = high, high + step
-        _refuse_unless(
-            high < 30, f"no noise reaches epsilon = {target:g} here", "raise epsilon or delta, or train fewer steps"
-        )
+        _refuse_unless(high < 30, f"no noise reaches epsilon = {target:g}", "raise epsilon or delta, or train less")
     while excess(low) <= 0:
         low, high = low - step, low
-        remedy = "lower delta: each record is so rarely sampled that delta alone covers it"
-        _refuse_unless(low > -7, f"epsilon = {target:g} is met without any noise", remedy)
+        _refuse_unless(
+            low > -7, f"epsilon = {target:g} is met without any noise", "lower delta: it covers every sample"
+        )
     root = float(brentq(excess, low, high, xtol=1e-5))
     while excess(root) > 0:  # brentq may stop on the wrong side of the root, by at most its tolerance
         root += 1e-5
     return math.exp(root)
 
 
-@lru_cache(maxsize=32)
-def _composed(queries: tuple[tuple[float, int], ...], q: float, pessimistic: bool, coarseness: int = 1) -> Any:
+@lru_cache(maxsize=8)
+def _composed(queries: tuple[tuple[float, int], ...], q: float, pessimistic: bool, coarseness: int) -> Any:
     """Return dp-accounting's loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
     sigmas = [sigma for sigma, _ in queries]
     total = None

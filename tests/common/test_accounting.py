@@ -154,7 +154,7 @@ def test_extremes_are_refused_with_a_reason(mechanism, reason):
 
 def test_extremes_that_are_right():
     assert epsilon_pld(make(sigma=1e6, q=1e-6, steps=1, delta=1e-2)) == 0  # δ alone covers it
-    assert 0 < epsilon_pld(make(sigma=1000.0)) < 1e-3
+    assert 4.6e-4 < epsilon_pld(make(sigma=1000.0)) < 5.2e-4  # cells of 1e-4 would say 7e-4
     assert epsilon_pld(make(sigma=100.0)) < 0.01
 
 
