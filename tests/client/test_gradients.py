@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -369,6 +370,29 @@ def test_losses_are_one_per_example() -> None:
     with pytest.raises(DpmergeError, match=r"weight sees a tensor of shape \[3, 2\] where the batch has 2"):
         gradients.compute(lambda: model(x).sum(1)[:2])
     assert gradients.compute(lambda: model(x).sum(1)).shape == (3, 10)  # a refused call leaves nothing behind
+
+
+def test_a_refused_pass_leaves_nothing_behind() -> None:
+    first, second = nn.Linear(4, 4), nn.Linear(4, 2)
+    x = torch.randn(6, 4)
+    with PerExampleGradients(nn.ModuleList([first, second])) as gradients:
+        clean = gradients.compute(lambda: second(x[:3]).sum(1))
+        with pytest.raises(
+            DpmergeError, match=r"0\.weight sees a tensor of shape \[6, 4\]"
+        ):  # after second's part is done
+            gradients.compute(lambda: second(first(x).view(3, 2, 4)).sum((1, 2)))
+        assert torch.equal(gradients.compute(lambda: second(x[:3]).sum(1)), clean)
+
+
+def test_rows_belong_to_the_caller() -> None:
+    linear, x = nn.Linear(4, 2), torch.randn(3, 4)
+    with PerExampleGradients(linear) as gradients:
+        rows = gradients.compute(lambda: linear(x).sum(1))
+        kept = rows.clone()
+        assert not torch.equal(gradients.compute(lambda: linear(-x).sum(1)), rows)
+        assert torch.equal(rows, kept)
+        held = weakref.ref(gradients.compute(lambda: linear(x).sum(1)))
+        assert held() is None  # kept rows would add to the next step's peak memory
 
 
 def test_check_independent_finds_coupled_examples() -> None:
