@@ -6,11 +6,12 @@ release must then be equal to the last bit; and of the rows that a query sums, a
 """
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from functools import cache, partial
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from dpmerge.client import party, train
@@ -29,25 +30,56 @@ rank = 2
 [training]
 num_steps = 4
 expected_batch_size = 1
-sharpness = "{sharpness}"
 alignment = 0.05
 head = "linear"
+{training}
 [privacy]
 noise = "fast"
 noise_seed = 5
 delta = 1e-3
+{privacy}
 [[party]]
 name = "shop"
 data = "reviews.csv"
 labels = {{ "1" = "a bad product", "5" = "a great product" }}
 population = 2
 epsilon = 1.0
+{party}
 """
 """B = 1 makes every physical batch one record, whose row then has the same bits in any company."""
 
-RECORDS = ("5,works well", "1,broke", "5,love it", "1,no good at all", "5,very happy with this", "1,returned", "5,fine")
-LAST = "1,the longest of these reviews by far: no other record has its padded length or is encoded together with it"
-NEIGHBOURS = {"removed": RECORDS, "replaced": (*RECORDS, "5,this one took its place and is not quite as long as that")}
+FORMS = {
+    "none": {"training": 'sharpness = "none"'},
+    "sat": {"training": 'sharpness = "sat"'},
+    "sat-momentum": {"training": 'sharpness = "sat-momentum"'},
+    "sam": {"training": 'sharpness = "sam"'},
+    "sam-separate": {"training": 'sharpness = "sam"\nascent_sampling = "separate"'},
+    "sat-dp-adam": {"training": 'sharpness = "sat"\noptimizer = "dp-adam"'},
+    "sat-users": {
+        "training": 'sharpness = "sat"',
+        "privacy": 'unit = "user"',
+        "party": 'user = "author"',
+    },
+}
+
+COMMON = (
+    "5,ann,works well",
+    "1,ann,broke",
+    "5,bob,love it",
+    "1,bob,no good at all",
+    "5,cy,very happy with this",
+    "1,dee,returned",
+    "5,eve,fine",
+)
+LAST = (
+    "1,zoe,the longest of these reviews by far: no other record has its padded length or is encoded together with it",
+    "5,zoe,a second one by the same author and about as long as the first so that it keeps the same company",
+)
+NEIGHBOURS = {
+    "removed": COMMON,
+    "replaced": (*COMMON, "5,yan,this one took its place and is much longer than those that the two data sets share"),
+}
+"""What differs comes last, so that the others keep their positions, and is longer, so no batch mixes the two."""
 
 
 @dataclass
@@ -74,20 +106,20 @@ class Transcript:
 _base = cache(load_base)
 
 
-def record(folder, sharpness: str) -> Transcript:
+def record(folder, form: str) -> Transcript:
     """Train on the records, undisturbed."""
-    return observe(*_party(folder / "records", sharpness, (*RECORDS, LAST)))
+    return observe(*_party(folder / "records", form, (*COMMON, *LAST[: 2 if "user" in form else 1])))
 
 
-def replay(folder, sharpness: str, neighbour: str, first: Transcript) -> Transcript:
+def replay(folder, form: str, neighbour: str, first: Transcript) -> Transcript:
     """Train on a neighbouring data set, with the samples and answers of `first`."""
-    return observe(*_party(folder / neighbour, sharpness, NEIGHBOURS[neighbour]), answered_by=first)
+    return observe(*_party(folder / neighbour, form, NEIGHBOURS[neighbour]), answered_by=first)
 
 
-def _party(folder, sharpness, records):
+def _party(folder, form, records):
     folder.mkdir()
-    (folder / "reviews.csv").write_text("\n".join(["label,text", *records]))
-    (folder / "federation.toml").write_text(FEDERATION.format(sharpness=sharpness))
+    (folder / "reviews.csv").write_text("\n".join(["label,author,text", *records]))
+    (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, FORMS[form])))
     plan = party_plan(load_federation(folder / "federation.toml"), "shop")
     return plan, copy.deepcopy(_base(plan.base.model)), folder / "party"
 
@@ -105,7 +137,7 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
 
     def watched(model, data, gradients, lora, mechanism, settings, sampler, noise, *, after_step, **options):
         given = None if answered_by is None else iter(answered_by.answers)
-        watched_sampler = _Sampler(sampler, len(data.labels), seen, answered_by)
+        watched_sampler = _Sampler(sampler, data.num_units, seen, answered_by)
 
         def note_state(step, capture):
             seen.states.append(_state_bytes(capture()))
@@ -147,10 +179,10 @@ class _Privatiser(Privatiser):
 
 
 class _Sampler:
-    """Notes each sample; where a transcript is given, takes its samples, without records that are not there."""
+    """Notes each sample; where a transcript is given, takes its samples, without units that are not there."""
 
-    def __init__(self, sampler, num_records, seen, given):
-        self._sampler, self._num_records, self._seen = sampler, num_records, seen
+    def __init__(self, sampler, num_units, seen, given):
+        self._sampler, self._num_units, self._seen = sampler, num_units, seen
         self._given = None if given is None else iter(given.samples)
         self.state = sampler.state
 
@@ -158,7 +190,7 @@ class _Sampler:
         own = self._sampler.sample()
         sample = own if self._given is None else next(self._given)
         self._seen.samples.append(sample)
-        return sample[sample < self._num_records]
+        return sample[sample < self._num_units]
 
 
 def released_through_the_mechanism_only(first: Transcript, second: Transcript) -> None:
@@ -178,5 +210,5 @@ def _state_bytes(state) -> list[bytes]:
     return [b"" if vector is None else _bytes(vector) for vector in vectors]
 
 
-def _bytes(vector: Tensor) -> bytes:
-    return vector.numpy().tobytes()
+def _bytes(vector: Tensor | int) -> bytes:
+    return torch.as_tensor(vector).numpy().tobytes()
