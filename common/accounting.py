@@ -198,20 +198,27 @@ def _calibrated(unit_noise: Mechanism, target: float) -> Mechanism:
     confirms it or takes the last steps. ε falls at least as fast as 1/σ: a relative slack in ε bounds that in σ.
     """
     delta = _delta_left(unit_noise, target)
-    q = unit_noise.sampling_prob
+    free = replace(unit_noise, noise="fast")  # the search may pass through σ that secure noise would refuse
 
     def epsilon_at(scale: float, coarseness: int) -> float:
-        queries = tuple((sigma * scale, count) for sigma, count in unit_noise.queries)
-        return float(_composed(queries, q, True, coarseness).get_epsilon_for_delta(delta))
+        loss = _composed(_scaled(free, scale).queries, free.sampling_prob, True, coarseness)
+        return float(loss.get_epsilon_for_delta(delta))
 
     scale = _least_scale(lambda s: epsilon_at(s, 10), target, start=1.0, step=math.log(2))
     if not (1 - 2e-5) * target <= epsilon_at(scale, 1) <= target:
         scale = _least_scale(lambda s: epsilon_at(s, 1), target, start=scale, step=0.02)
-    ascent = unit_noise.ascent_noise_multiplier
+    found = _scaled(unit_noise, scale)
+    epsilon = epsilon_pld(found)  # refuses now what the statement would refuse after the training
+    _refuse_unless(epsilon <= target, f"calibration found epsilon = {epsilon:g} above {target:g}", "report this defect")
+    return found
+
+
+def _scaled(mechanism: Mechanism, scale: float) -> Mechanism:
+    sigma, ascent = mechanism.noise_multiplier, mechanism.ascent_noise_multiplier
     return replace(
-        unit_noise,
-        noise_multiplier=unit_noise.noise_multiplier * scale,
-        ascent_noise_multiplier=None if ascent is None else ascent * scale,
+        mechanism,
+        noise_multiplier=scale * sigma,
+        ascent_noise_multiplier=None if ascent is None else scale * ascent,
     )
 
 
