@@ -138,9 +138,9 @@ def test_noise_has_the_accounted_scale_on_empty_and_full_batches(mode, noise):
     full = privatiser.finish()
     for values in (empty, full):
         scaled = values.double().numpy() * batch_size / clip / sigma
-        assert stats.kstest(scaled, special.ndtr).pvalue > 1e-3
-        assert stats.kstest(scaled / 0.98, special.ndtr).pvalue < 1e-3
-        assert stats.kstest(scaled / 1.02, special.ndtr).pvalue < 1e-3
+        assert stats.kstest(scaled, special.ndtr, method="asymp").pvalue > 1e-3
+        assert stats.kstest(scaled / 0.98, special.ndtr, method="asymp").pvalue < 1e-3
+        assert stats.kstest(scaled / 1.02, special.ndtr, method="asymp").pvalue < 1e-3
     assert abs(float((empty * full).mean() / empty.var())) < 4 / math.sqrt(size)
 
 
