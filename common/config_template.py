@@ -35,7 +35,7 @@ learning_rate = 0.002
 # label = "stars"                         # column of the label
 # user = "author"                         # column that tells whose record it is; only with unit = "user"
 # labels = { "1" = "a bad product", "5" = "a great product" }   # declared, public; others are left out
-# population = 3000                       # declared, public, rounded; of users, if they are the unit; never off the file
+# population = 3000                       # declared, public, rounded; counts the unit; never read off the file
 # test = "public_reviews.csv"             # public test data with the same columns; without it no accuracy
 # epsilon = 3.0
 # private = false                         # instead of epsilon: no privacy, marked in every output
