@@ -20,7 +20,7 @@ from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.sharpness import AscentMemory, perturbation, perturbed
 from dpmerge.client.units import Users
-from dpmerge.common.activations import Activations
+from dpmerge.common.activations import Activations, Batch
 from dpmerge.common.alignment import LoraView, pull
 from dpmerge.common.config import TrainingSettings
 from dpmerge.common.errors import DpmergeError
@@ -171,24 +171,23 @@ def _private_gradient(
 ) -> Tensor:
     """Return the privatised mean gradient [P] over one Poisson sample of units (positions, int64 [m], m may be 0)."""
 
-    def record_rows(records: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in data.activations.batches(records, gradients.capacity):
-            labels = data.labels[batch.records]
-            yield (
-                batch.records,
-                gradients.compute(
-                    lambda batch=batch, labels=labels: nn.functional.cross_entropy(  # type: ignore[misc]
-                        model(batch.hidden, batch.mask), labels, reduction="none"
-                    )
-                ),
-            )
+    def rows_of(batch: Batch) -> Tensor:
+        labels = data.labels[batch.records]
+        return gradients.compute(
+            lambda: nn.functional.cross_entropy(model(batch.hidden, batch.mask), labels, reduction="none")
+        )
 
     if data.users is None:
-        for _, rows in record_rows(sample):
-            privatiser.accumulate(rows)
-    else:
-        for rows in data.users.rows(sample, gradients.capacity, record_rows):
-            privatiser.accumulate(rows)
+        for batch in data.activations.batches(sample, gradients.capacity):
+            privatiser.accumulate(rows_of(batch))
+        return privatiser.finish()
+
+    def record_rows(records: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in data.activations.batches(records, gradients.capacity):
+            yield batch.records, rows_of(batch)
+
+    for rows in data.users.rows(sample, gradients.capacity, record_rows):
+        privatiser.accumulate(rows)
     return privatiser.finish()
 
 
