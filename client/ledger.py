@@ -95,7 +95,7 @@ class Ledger:
                 raise DpmergeError(
                     "DPM-504",
                     f"the data set {dataset!r} has a reservation without a release, for other records or settings",
-                    "go on with the settings and records it was made for, or use another output folder, as a second charge",
+                    "go on with the records and settings it was made for, or use another folder (a second charge)",
                 )
             reservation = Reservation(secrets.token_hex(16), binding, is_new=True)
             self._append(

@@ -7,6 +7,7 @@ and Ray are imported inside the commands that need them, so that `dpmerge --help
 import json
 import shlex
 import sys
+import warnings
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
@@ -58,6 +59,8 @@ FormatOption = Annotated[Format, typer.Option("--format", help="json: one object
 
 def main() -> None:
     """Run the command line and exit with a code that tells the truth."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")  # what libraries say to their developers is noise to our users; -W shows it
     try:
         code = app(standalone_mode=False)
     except DpmergeError as refusal:
