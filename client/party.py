@@ -124,18 +124,17 @@ def _train(
     split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
     classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
 
-    data = PrivateData(
-        Activations(
-            base,
-            split,
-            records.texts,
-            max_length=plan.base.max_length,
-            cached=cache_trunk,
-            on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
-        ),
-        torch.tensor(records.labels, dtype=torch.long),
-        users=None if records.users is None else Users(records.users),
+    activations = Activations(
+        base,
+        split,
+        records.texts,
+        max_length=plan.base.max_length,
+        cached=cache_trunk,
+        on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
     )
+    users = None if records.users is None else Users(records.users)
+    data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
+
     with _gradients(classifier, plan, folder) as gradients:
         mechanism = make_mechanism(plan, gradients.theta.numel())
         statement = _statement(plan, mechanism, base, head.labels)

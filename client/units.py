@@ -51,5 +51,6 @@ class Users:
                     sums = rows.new_zeros(len(users), rows.shape[1])
                 # index_add, not a product with a 0/1 matrix: 0·inf would carry one user's overflow to all others
                 sums.index_add_(0, torch.searchsorted(users, self._user_of_record[positions]), rows)
+                del rows  # before the next batch's are computed
             if sums is not None:
                 yield sums.div_(self._num_records[users].unsqueeze(1))

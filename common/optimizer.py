@@ -31,7 +31,7 @@ class DPAdam(torch.optim.Optimizer):
 
         lr · m̂ / (√max(v̂ − s², SECOND_MOMENT_FLOOR · s²) + eps).
 
-    With s = 0 it is Adam. The learning rate wants to be smaller than Adam's by up to a factor 3 (see the floor).
+    With s = 0 it is Adam. At the same learning rate its steps are up to 3 times as long as Adam's (see the floor).
 
     Args:
         params: Parameters, or groups of them, as for any torch optimizer.

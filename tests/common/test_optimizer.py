@@ -52,16 +52,18 @@ def test_dp_adam_takes_the_noise_out_of_the_second_moment():
     signal[: num_coordinates // 2] = 0.1
     generator = torch.Generator().manual_seed(0)
     theta = torch.zeros(num_coordinates)
-    optimizer = DPAdam([theta], 1e-3, noise_std=std)
-    walk(
-        optimizer,
-        theta,
-        (signal + std * torch.randn(num_coordinates, generator=generator) for _ in range(num_steps)),
-    )
-    moment = optimizer.state[theta]["exp_avg_sq"] / (1 - 0.999**num_steps) - std**2
-    strong, silent = moment.split(num_coordinates // 2)
+    optimizer = DPAdam([theta], 1.0, noise_std=std)
+    gradients = signal + std * torch.randn(num_steps, num_coordinates, generator=generator)
+    walk(optimizer, theta, gradients[:-1])
+    before = theta.clone()
+    walk(optimizer, theta, gradients[-1:])
+    moment = optimizer.state[theta]["exp_avg_sq"] / (1 - 0.999**num_steps)
+    strong, silent = (moment - std**2).split(num_coordinates // 2)
     assert silent.mean() == pytest.approx(0.0, abs=0.01 * std**2)
     assert strong.mean() == pytest.approx(0.1**2, rel=0.01)
+    assert torch.equal(corrected_second_moment(moment, std)[: len(strong)], strong.clamp_min(0.1 * std**2))
+    step = (before - theta)[: len(strong)].mean()
+    assert step == pytest.approx(1.0, abs=0.03)  # Adam's is 0.1/√(0.1² + 0.05²) = 0.89
 
 
 def test_dp_adam_never_divides_by_less_than_the_floor():
