@@ -27,6 +27,12 @@ NOT_PROTECTED = (
     "What the data says about people in general, whether or not they are in it, is not hidden: it is what is learned.",
 )
 
+READING = (
+    "How to read ε and δ: one record (or user) more or less changes the probability of any outcome by at most a factor "
+    "e^ε, plus δ. Not covered: the same one at another party or in another release (budgets add up), and what the data "
+    "says about people in general."
+)
+
 _TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on
 _TEXTS = ("party", "task", "base_sha256", "tuning_disclosure", "accountant", "trust_model")
 _DERIVED = ("schema", "epsilon", "sampling_prob", "neighboring_relation", "normalisation", "sampling", "noise_seed")
@@ -46,7 +52,7 @@ def build_statement(
     training: Mapping[str, Any],
     noise_seed: Literal["operating system", "test"] = "operating system",
 ) -> dict[str, Any]:
-    """Return the statement of a finished training, ready for JSON.
+    """Return the statement of a training, ready for JSON; made before it, so that what cannot be stated is not trained.
 
     Args:
         mechanism: What ran.
@@ -135,18 +141,15 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
 
 
 def sentence(statement: Mapping[str, Any]) -> str:
-    """Return the plain claim that is printed after each run and in every report."""
+    """Return the plain claim that is printed after each run and in every report; `READING` says what it means."""
     party, task, unit = statement["party"], statement["task"], statement["privacy_unit"]
     if not statement["private"]:
         return f"{party} ({task}) was trained WITHOUT privacy: the release may reveal any of its records."
     epsilon, delta = math.ceil(statement["epsilon"] * 1000) / 1000, statement["target_delta"]
     claim = (
-        f"{party} ({task}): adding or removing any one {unit} changes the probability of any outcome by at most a "
-        f"factor e^ε plus δ, with ε = {epsilon:g} and δ = {delta:g} (declared population {statement['population']}). "
-        f"Accounted by {statement['accountant']}: Poisson sampling with q = {statement['sampling_prob']:.4g}, "
-        f"{statement['num_steps']} steps, noise multiplier {statement['noise_multiplier']:.4g}, {statement['noise']} "
-        f"noise. Not covered: the same {unit} at another party or in another release (budgets add up), and what the "
-        f"data says about people in general."
+        f"{party} ({task}): ε = {epsilon:g}, δ = {delta:g} for any one {unit} added or removed, declared population "
+        f"{statement['population']}; Poisson q = {statement['sampling_prob']:.4g}, {statement['num_steps']} steps, "
+        f"σ = {statement['noise_multiplier']:.4g}, {statement['noise']} noise; {statement['accountant']}."
     )
     if statement["noise_seed"] == "test":
         return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."

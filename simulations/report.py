@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from dpmerge.common.statement import READING
 from dpmerge.simulations.charts import SERIES, accuracy_chart
 from dpmerge.simulations.results import UNITS, Results, load_results
 from dpmerge.simulations.table import MISSING, epsilon, percent, points
@@ -41,6 +42,7 @@ def render(results: Results) -> str:
         chart=Markup(accuracy_chart(results)),  # our own SVG; the names in it are escaped by matplotlib
         series=SERIES,
         units=UNITS,
+        reading=READING,
         bars=_bars(results),
         not_private=[party.party for party in results.parties if not party.private],
         total_seconds=str(timedelta(seconds=round(sum(results.seconds.values())))),

@@ -4,6 +4,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from dpmerge.common.statement import READING
 from dpmerge.simulations.results import PartyResult, Results
 
 MISSING = "–"
@@ -77,4 +78,5 @@ def closing_lines(results: Results) -> list[str]:
     if any(not party.private for party in results.parties):
         names = ", ".join(party.party for party in results.parties if not party.private)
         lines.append(f"NOT PRIVATE (private = false): {names}")
-    return lines + [party.sentence for party in results.parties if party.sentence]
+    claims = [party.sentence for party in results.parties if party.sentence]
+    return lines + claims + ([READING] if claims else [])

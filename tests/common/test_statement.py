@@ -6,7 +6,7 @@ import pytest
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.statement import build_statement, check_statement, mechanism_from_statement, sentence
+from dpmerge.common.statement import READING, build_statement, check_statement, mechanism_from_statement, sentence
 
 SETTINGS = {
     "noise_multiplier": 2.0,
@@ -129,10 +129,10 @@ def test_another_mechanisms_accounting_is_refused():
 
 
 def test_the_sentence_says_the_claim_and_its_limits():
-    text = sentence(read())
+    text = f"{sentence(read())} {READING}"
     for part in ("any one record", "ε = 0.6", "δ = 1e-05", "population 2800", "secure noise", "another party", "PLD"):
         assert part in text
-    rounded = float(text.split("ε = ")[1].split(" ")[0])
+    rounded = float(text.split("ε = ")[1].split(",")[0])
     assert read()["epsilon"] <= rounded <= read()["epsilon"] + 1e-3
 
 
