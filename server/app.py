@@ -24,10 +24,12 @@ class Collection:
     Attributes:
         accepted: Party → hash of the release in the spool.
         refused: Party → (code, reason).
+        nameless: What is known of replies that do not say whose they are.
     """
 
     accepted: dict[str, str] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
+    nameless: list[str] = field(default_factory=list)
 
 
 def server_app(
@@ -74,15 +76,12 @@ def judge(reply: Message, expectation: Expectation, spool: Spool, collection: Co
     One party's bad release never touches another's: every refusal is caught here and recorded under the party.
     """
     if reply.has_error():
-        collection.refused[f"node {reply.metadata.src_node_id}"] = (
-            "DPM-599",
-            "the party's process ended without a reply",
-        )
+        collection.nameless.append(f"a party's process ended without a reply ({reply.error.reason})")
         return ""
     try:
         outcome = unpack_outcome(reply.content)
     except ValueError as error:
-        collection.refused[f"node {reply.metadata.src_node_id}"] = ("DPM-401", str(error))
+        collection.nameless.append(str(error))
         return ""
     try:
         accept(outcome, expectation, spool, collection)

@@ -163,7 +163,7 @@ def _row(
     """Return one party's line: what its statement says, what was measured, or why there is nothing."""
     adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
     if adapter is None or merged is None:
-        code, reason = collection.refused.get(plan.party, ("DPM-599", "no reply came; see log.txt"))
+        code, reason = collection.refused.get(plan.party, ("DPM-599", "; ".join(["no reply came", *collection.nameless])))
         return PartyResult(
             party=plan.party,
             task=task_name(plan),
