@@ -14,6 +14,9 @@ S = TypeVar("S")
 
 MAX_INTEGER = 2**53 - 1  # the largest whole number that canonical JSON (RFC 8785) keeps exact
 
+PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+"""What a party may be called: a configuration accepts no name that a release would refuse."""
+
 
 class Refused(DpmergeError):
     """A refusal of one key, which the reader of a file can restate with the full path and the file's name.

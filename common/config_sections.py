@@ -19,6 +19,7 @@ from dpmerge.common.config_rules import (
     FLAG,
     LABELS,
     LAYERS,
+    PARTY_NAME,
     TABLE,
     TARGETS,
     Refused,
@@ -253,7 +254,7 @@ class PartySettings:
     """`[[party]]`: one organisation: a task of the registry or its own file, its ε, and what it does differently."""
 
     section: ClassVar[str] = "party"
-    name: str = field(metadata=_meta(words(r"[a-z0-9][a-z0-9_-]{0,63}"), "Names its folder and its rows.", "library"))
+    name: str = field(metadata=_meta(words(PARTY_NAME.pattern), "Names its folder and its rows.", "library"))
     task: str | None = field(
         default=None, metadata=_meta(words(), "A task of the registry; or else give data.", "trec6")
     )

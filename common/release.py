@@ -15,7 +15,6 @@ The same release always becomes the same bytes: keys are sorted, nothing carries
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 from collections.abc import Collection, Mapping
@@ -28,6 +27,7 @@ import torch
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
 
@@ -37,8 +37,6 @@ FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README})
 UNHASHED = frozenset({SIGNATURE, README})
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
-
-PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 
 @dataclass(frozen=True, eq=False)

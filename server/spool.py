@@ -13,7 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dpmerge.common.release import PARTY_NAME, release_hash, write_files
+from dpmerge.common.config_rules import PARTY_NAME
+from dpmerge.common.release import release_hash, write_files
 from dpmerge.common.untrusted import ReleaseRefused
 
 

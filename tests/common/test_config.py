@@ -113,6 +113,7 @@ REFUSALS = {
     "stray density": (BASE + "[merge]\ndensity = 0.2\n" + PARTY, "DPM-103", "not a parameter of average"),
     "stray semantics": (BASE + '[merge]\nsemantics = "peft"\n' + PARTY, "DPM-103", "not a parameter of average"),
     "name with slash": (BASE + EPSILON + PARTY.replace('"shop"', '"../shop"'), "DPM-103", "lower-case letters"),
+    "name of 64 letters": (BASE + EPSILON + PARTY.replace("shop", "x" * 64), "DPM-103", "lower-case letters"),
     "name twice": (BASE + EPSILON + PARTY + PARTY, "DPM-103", "party[1].name"),
 }
 
