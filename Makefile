@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+WORKERS ?= 2
+# One thread per worker: more threads than cores make everything many times slower.
+TEST   := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 export HF_HUB_OFFLINE ?= 1
@@ -15,10 +18,10 @@ demo: $(STAMP)
 	$(BIN)/dpmerge simulate examples/five-organisations.toml --out runs/demo --overwrite
 
 test: $(STAMP) lint assets
-	$(BIN)/python -m pytest
+	$(TEST)
 
 test-all: $(STAMP) lint assets
-	$(BIN)/python -m pytest -m "not gpu"
+	$(TEST) -m "not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .
