@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from dpmerge.client.party import append_log, run_party
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
 from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.wire import Outcome, pack_outcome, unpack_terms
@@ -77,8 +78,6 @@ def _progress_file(folder: Path) -> Callable[[str, int, int], None]:
     """Return a reporter that keeps the party's stage and counts in a small file of its own folder."""
 
     def report(stage: str, num_done: int, total: int) -> None:
-        temporary = folder / "progress.partial"
-        temporary.write_text(json.dumps({"stage": stage, "done": num_done, "total": total}))
-        temporary.replace(folder / "progress.json")
+        replace_file(folder / "progress.json", json.dumps({"stage": stage, "done": num_done, "total": total}))
 
     return report

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dpmerge.client.train import TrainingState
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
 
 
 def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
@@ -38,13 +39,8 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
         "sampler": state.sampler.hex(),
         "noise": state.noise.hex(),
     }
-    temporary = path.with_suffix(".partial")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)}))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    data = save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)})
+    replace_file(path, data, mode=0o600, durable=True)
 
 
 def load_checkpoint(path: Path, binding: str) -> TrainingState:

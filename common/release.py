@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import fsync_folder
 from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
@@ -182,12 +183,12 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
                 file.write(files[name])
                 file.flush()
                 os.fsync(file.fileno())
-        _fsync_folder(temporary)
+        fsync_folder(temporary)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync_folder(folder.parent)
+    fsync_folder(folder.parent)
 
 
 def read_release(folder: Path) -> Release:
@@ -256,11 +257,3 @@ def _tensor_bytes(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> by
     plain = {key: tensors[key].detach().cpu().clone(memory_format=torch.contiguous_format) for key in sorted(tensors)}
     data: bytes = save_tensors(plain, metadata)
     return data
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

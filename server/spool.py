@@ -7,13 +7,13 @@ A release is complete and on disk before its party's entry appears, and the entr
 crash in between leaves a release that nobody points to; sending it again finishes the job.
 """
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
+from dpmerge.common.files import replace_file
 from dpmerge.common.release import release_hash, write_files
 from dpmerge.common.untrusted import ReleaseRefused
 
@@ -49,7 +49,7 @@ class Spool:
                 raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
             if not (self._releases / digest).exists():
                 write_files(self._releases / digest, files)
-            self._point(party, digest)
+            replace_file(self._parties / party, digest, durable=True)
         return digest
 
     def hashes(self) -> dict[str, str]:
@@ -70,16 +70,3 @@ class Spool:
                 raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
             found[party] = files
         return found
-
-    def _point(self, party: str, digest: str) -> None:
-        temporary = self._parties / f"{party}.tmp"
-        with temporary.open("w") as file:
-            file.write(digest)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(self._parties / party)
-        descriptor = os.open(self._parties, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -1,6 +1,5 @@
 """One self-contained HTML page per run, made from the stored `results.json` and nothing else."""
 
-import os
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.resources import files
@@ -10,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from dpmerge.common.files import replace_file
 from dpmerge.common.statement import READING
 from dpmerge.simulations.charts import SERIES, accuracy_chart
 from dpmerge.simulations.results import UNITS, Results, load_results
@@ -25,9 +25,7 @@ def write_report(folder: Path) -> Path:
         DpmergeError: DPM-303 if there are no results, or not of this version.
     """
     page = render(load_results(folder))
-    partial = folder / f".{REPORT_FILE}.partial"
-    partial.write_text(page, encoding="utf-8")
-    os.replace(partial, folder / REPORT_FILE)
+    replace_file(folder / REPORT_FILE, page)
     return folder / REPORT_FILE
 
 

@@ -16,7 +16,6 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
 
 SCHEMA = 1
 RESULTS_FILE = "results.json"
@@ -212,9 +212,7 @@ def write_results(folder: Path, results: Results) -> None:
     """
     text = json.dumps(results.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
     for name, content in ((RESULTS_FILE, text + "\n"), (CSV_FILE, csv_text(results))):
-        partial = folder / f".{name}.partial"
-        partial.write_text(content, encoding="utf-8")
-        os.replace(partial, folder / name)
+        replace_file(folder / name, content)
 
 
 def load_results(folder: Path) -> Results:

@@ -7,6 +7,7 @@ import pytest
 
 from dpmerge.common.release import release_hash
 from dpmerge.common.untrusted import ReleaseRefused
+from dpmerge.server import spool as module
 from dpmerge.server.spool import Spool
 
 FILES = {"adapter_config.json": b"{}", "statement.json": b'{"party": "shop"}'}
@@ -55,7 +56,7 @@ def test_changed_bytes_are_noticed(tmp_path: Path) -> None:
 def test_a_crash_before_the_entry_is_healed_by_resending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Spool, "_point", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(module, "replace_file", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             spool.accept("shop", FILES)
     assert spool.releases() == {}
