@@ -5,7 +5,6 @@ the pinned one, unpacks the few members wanted and writes `manifest.json` with a
 works offline and checks that manifest. Sources and licences: docs/assets.md.
 """
 
-import difflib
 import functools
 import hashlib
 import json
@@ -20,7 +19,7 @@ from typing import Any, Literal
 from filelock import FileLock
 
 from dpmerge.common.archives import download, sha256_of, unpack
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.onnx_weights import TOKENIZER_FILES, convert_minilm_l3
 
 MANIFEST = "manifest.json"
@@ -214,10 +213,9 @@ def _resolve(name: str) -> Asset:
 
 
 def unknown_name(what: str, name: str, known: list[str]) -> DpmergeError:
-    """Make the DPM-104 that says which names exist, the closest one first."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return DpmergeError("DPM-104", f"{what} {name!r} is unknown", f"{hint}choose one of {', '.join(known)}")
+    """Make the DPM-104 that says which names exist, and which is closest."""
+    fix = f"choose one of {', '.join(known)}{closest(name, known)}"
+    return DpmergeError("DPM-104", f"{what} {name!r} is unknown", fix)
 
 
 def _folder(asset: Asset) -> Path:

