@@ -31,10 +31,10 @@ from dpmerge.common.config_rules import (
     whole,
     words,
 )
+from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
-Sharpness = Literal["none", "sat", "sat-momentum", "sam"]
-AscentSampling = Literal["paired", "separate"]
+Semantics = Literal["paper", "peft", "mergekit"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
 MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -180,17 +180,18 @@ class PrivacySettings:
         default=1e-5, metadata=_meta(real(above=0.0, below=1.0), "Target δ, well below 1 / population.")
     )
     l2_clip_norm: float = field(default=1.0, metadata=_meta(real(above=0.0), "Bound on each unit's gradient norm."))
-    noise: Literal["secure", "fast"] = field(
-        default="secure", metadata=_meta(choice("secure", "fast"), "fast: floating-point noise, for experiments only.")
+    noise: NoiseMode = field(
+        default="secure",
+        metadata=_meta(choice(*get_args(NoiseMode)), "fast: floating-point noise, for experiments only."),
     )
     noise_seed: int | None = field(
         default=None,
         metadata=_meta(whole(0), "For tests, with fast noise only: whoever knows it can remove the noise.", 1),
     )
-    unit: Literal["record", "user"] = field(
+    unit: PrivacyUnit = field(
         default="record",
         metadata=_meta(
-            choice("record", "user"), "What one neighbour differs in: one record, or all records of a user."
+            choice(*get_args(PrivacyUnit)), "What one neighbour differs in: one record, or all records of a user."
         ),
     )
     population: int | None = field(
@@ -230,8 +231,8 @@ class MergeSettings:
         default=None,
         metadata=_meta(real(at_least=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
     )
-    semantics: Literal["paper", "peft", "mergekit"] = field(
-        default="paper", metadata=_meta(choice("paper", "peft", "mergekit"), "Whose ties: the three differ.")
+    semantics: Semantics = field(
+        default="paper", metadata=_meta(choice(*get_args(Semantics)), "Whose ties: the three differ.")
     )
     rank: int | None = field(
         default=None, metadata=_meta(whole(1), "Refactor the merged adapter to this rank; without it exact.", 8)

@@ -6,12 +6,14 @@ Public: parties step with them, and the server replays them on pure noise to tel
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-OPTIMIZERS = ("adam", "adamw", "momentum", "sgd", "dp-adam")
+from dpmerge.common.config_sections import Optimizer
+
+OPTIMIZERS = get_args(Optimizer)
 
 SECOND_MOMENT_FLOOR = 0.1
 """Least corrected second moment of `DPAdam`, as a multiple of the noise variance.

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import get_args
 
+from dpmerge.common.config_sections import Semantics
 from dpmerge.server.merging.deltas import Factors, Modules
 
-SEMANTICS = ("paper", "peft", "mergekit")
+SEMANTICS = get_args(Semantics)
 
 
 @dataclass(frozen=True, kw_only=True)
