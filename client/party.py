@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 from filelock import FileLock
 from peft import PeftModel, get_peft_model_state_dict
+from torch import nn
 
 from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
@@ -32,12 +33,20 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.heads import head_module
+from dpmerge.common.heads import head_module, pad
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import Base, SplitEncoder, adapted_layers, adapter_config, attach_lora
+from dpmerge.common.model import (
+    Base,
+    SplitEncoder,
+    adapted_layers,
+    adapter_config,
+    attach_lora,
+    padded_length,
+    tokenize,
+)
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
-from dpmerge.common.sources import public_settings, start_head, task_name
+from dpmerge.common.sources import label_descriptions, public_settings, start_head, task_name
 from dpmerge.common.statement import build_statement
 from dpmerge.common.tasks import load_task
 
@@ -74,7 +83,9 @@ def run_party(
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(folder / "party.lock"):
         records = training_records(plan.source)
-        binding = _binding(plan, records)
+        if not len(records):
+            append_log(folder, "none of the records can be used: check text, label and labels\n")
+        binding = _binding(plan, base, records)
         ledger = Ledger(folder / "ledger.jsonl")
         if not (folder / "release").exists():
             release = _train(plan, base, records, binding, ledger, folder, on_progress, cache_trunk)
@@ -99,9 +110,9 @@ def training_records(source: TaskSource | FileSource) -> Records:
     return read_records(source.path, text=source.text, label=source.label, labels=source.labels, user=source.user)
 
 
-def _binding(plan: PartyPlan, records: Records) -> str:
-    """Return the SHA-256 over data and configuration that a reservation is bound to; it never leaves the party."""
-    digest = hashlib.sha256(plan.fingerprint().encode())
+def _binding(plan: PartyPlan, base: Base, records: Records) -> str:
+    """Return the SHA-256 over data, configuration and base model that binds a reservation; it never leaves the party."""
+    digest = hashlib.sha256((plan.fingerprint() + base.sha256).encode())
     columns = [column for column in (records.texts, records.labels, records.users) if column is not None]
     for record in zip(*columns, strict=True):
         digest.update(json.dumps(record).encode())
@@ -136,6 +147,7 @@ def _train(
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
 
     with _gradients(classifier, plan, folder) as gradients:
+        _check_independent(gradients, classifier, split, base, plan)
         mechanism = make_mechanism(plan, gradients.theta.numel())
         statement = _statement(plan, mechanism, base, head.labels)
         run = _reserved(plan, mechanism, statement, data.num_units, binding, ledger, folder)
@@ -159,6 +171,7 @@ def _train(
             after_step=after_step,
         )
         run.noise.erase()
+        run.sampler.erase()
     return Release(
         party=plan.party,
         adapter={
@@ -182,6 +195,23 @@ def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExam
             f"{gradients.theta.numel()} coordinates would exceed the memory budget of {budget} bytes\n",
         )
     return gradients
+
+
+def _check_independent(
+    gradients: PerExampleGradients, classifier: Classifier, split: SplitEncoder, base: Base, plan: PartyPlan
+) -> None:
+    """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
+
+    Raises:
+        DpmergeError: DPM-502 if an example's gradient depends on its company.
+    """
+    rows = tokenize(base, list(label_descriptions(plan.source).values()), plan.base.max_length)
+    ids, mask = pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
+    hidden, labels = split.trunk(ids, mask), torch.arange(len(rows))
+    gradients.check_independent(
+        lambda some: nn.functional.cross_entropy(classifier(hidden[some], mask[some]), labels[some], reduction="none"),
+        min(len(rows), gradients.capacity),
+    )
 
 
 def append_log(folder: Path, text: str) -> None:
@@ -270,15 +300,15 @@ def _reserved(
 
     Raises:
         DpmergeError: DPM-302 if the reservation was made earlier and its state is gone: noise may have been drawn,
-            and drawing anew would be a second training on one charge.
+            and drawing anew would be a second training on one charge. The same if it was charged for other numbers.
     """
     checkpoint = folder / CHECKPOINT
     reservation = ledger.reserve(dataset=task_name(plan), binding=binding, charge=charge)
     if not reservation.is_new:
-        if not checkpoint.exists():
+        if not checkpoint.exists() or reservation.charge != json.loads(json.dumps(charge)):
             raise DpmergeError(
                 "DPM-302",
-                "an earlier training was charged here and its state is gone",
+                "an earlier training was charged here, and its state is gone or another version would account it anew",
                 "train into another output folder, as a second charge",
             )
         state = load_checkpoint(checkpoint, binding)

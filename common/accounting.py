@@ -46,14 +46,13 @@ _RDP_ORDERS = (*range(2, 64), 128, 256, 512, 1024)  # integers: their closed for
 
 @dataclass(frozen=True, kw_only=True)
 class Accounting:
-    """One mechanism's cost by three accountants; all ε at the same δ.
+    """One mechanism's cost by three accountants; all ε at the mechanism's δ.
 
     Attributes:
         epsilon: The claim (pessimistic PLD); infinite without privacy.
         epsilon_optimistic: Optimistic PLD; the truth lies between the two.
         epsilon_prv: Upper end of Opacus's PRV bracket.
         epsilon_rdp: Upper bound by Rényi divergence.
-        delta: δ of the claim.
         sampler_delta: The part of δ that pays for the secure sampler's distance from an ideal Gaussian.
         accountant: Name and version of what computed `epsilon`.
     """
@@ -62,7 +61,6 @@ class Accounting:
     epsilon_optimistic: float
     epsilon_prv: float
     epsilon_rdp: float
-    delta: float
     sampler_delta: float
     accountant: str
 
@@ -126,7 +124,6 @@ def cross_check(mechanism: Mechanism) -> Accounting:
         epsilon_optimistic=epsilon_pld(mechanism, pessimistic=False),
         epsilon_prv=epsilon_prv(mechanism),
         epsilon_rdp=epsilon_rdp(mechanism),
-        delta=mechanism.target_delta,
         sampler_delta=_sampler_delta(mechanism, epsilon),
         accountant=f"dp-accounting {version('dp-accounting')} PLD",
     )

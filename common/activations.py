@@ -84,11 +84,6 @@ class Activations:
     def __len__(self) -> int:
         return len(self._place)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that the stored states take."""
-        return sum(states.numel() * states.element_size() for states in self._states)
-
     def batches(self, records: Tensor, capacity: int) -> Iterator[Batch]:
         """Split records (positions, int64 [m]) into physical batches of at most `capacity`, of equal padded length.
 

@@ -232,10 +232,10 @@ def check_overrides(settings: Any, name: str, cls: type[Any]) -> None:
     object.__setattr__(settings, name, checked)
 
 
-def unknown_key(section: str, key: str, valid: list[str], where: str = "") -> Refused:
+def unknown_key(section: str, key: str, valid: list[str]) -> Refused:
     """The refusal of a key that no setting has."""
     fix = f"use one of {', '.join(sorted(valid))}{closest(key.rpartition('.')[2], valid)}"
-    return Refused(section, key, None, "is not a known key", fix, code="DPM-102", where=where)
+    return Refused(section, key, None, "is not a known key", fix, code="DPM-102")
 
 
 def build(cls: type[S], table: object, section: str) -> S:

@@ -184,16 +184,6 @@ class Mechanism:
         return ((descent, 2 * steps),) if descent == ascent else ((descent, steps), (ascent, steps))
 
     @property
-    def num_queries(self) -> int:
-        """How many subsampled queries are composed: T, or 2T when the ascent query draws its own sample."""
-        return sum(count for _, count in self.queries)
-
-    @property
-    def effective_noise_multiplier(self) -> float:
-        """Smallest σ among the accounted queries; with `num_queries` it never understates the loss."""
-        return min(sigma for sigma, _ in self.queries)
-
-    @property
     def num_noise_values(self) -> int:
         """How many noise values a training draws: T·P, twice for "sam"; each secure one's error is charged to δ."""
         return self.num_steps * self.num_coordinates * (2 if self.sharpness == "sam" else 1)

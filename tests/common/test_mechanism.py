@@ -79,10 +79,8 @@ def test_no_noise_must_be_declared():
 def test_sam_is_one_query_when_paired_and_two_when_separate():
     sam = {"sharpness": "sam", "noise_multiplier": 3.0, "ascent_noise_multiplier": 4.0}
     paired, separate = make(**sam), make(**sam, ascent_sampling="separate")
-    assert paired.effective_noise_multiplier == pytest.approx(2.4)
-    assert paired.num_queries == 40
+    assert paired.queries == ((pytest.approx(2.4), 40),)
     assert separate.queries == ((3.0, 40), (4.0, 40))
-    assert (separate.num_queries, separate.effective_noise_multiplier) == (80, 3.0)
     assert make(**{**sam, "ascent_noise_multiplier": 3.0}, ascent_sampling="separate").queries == ((3.0, 80),)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging import METHODS, Adapter, Merged, merge
-from dpmerge.server.merging.deltas import Factors
-from dpmerge.server.merging.registry import LAWS, REQUIRED
+from dpmerge.server.merging.deltas import Adapter, Factors
+from dpmerge.server.merging.merge import Merged, merge
+from dpmerge.server.merging.registry import LAWS, METHODS, REQUIRED
 
 SHAPES = {"encoder.layer.0.query": (12, 10), "encoder.layer.0.output": (9, 14)}
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from peft.utils import merge_utils
 from torch import Tensor
 
-from dpmerge.server.merging import Adapter, merge
-from dpmerge.server.merging.deltas import Factors
+from dpmerge.server.merging.deltas import Adapter, Factors
+from dpmerge.server.merging.merge import merge
 from dpmerge.server.merging.sparse import _threshold, trim
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ties_mergekit.json").read_text())

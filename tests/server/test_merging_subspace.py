@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging import Adapter, merge
-from dpmerge.server.merging.deltas import Factors
+from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.lowrank import gram, weighted_sum
+from dpmerge.server.merging.merge import merge
 from dpmerge.server.merging.subspace import core_of, orthonormal
 
 OUT, IN, RANK, PARTIES = 20, 16, 3, 3
