@@ -46,7 +46,7 @@ from dpmerge.common.model import (
 )
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
-from dpmerge.common.sources import label_descriptions, public_settings, start_head, task_name
+from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
 from dpmerge.common.statement import build_statement
 from dpmerge.common.tasks import load_task
 
@@ -232,7 +232,7 @@ def _statement(plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[
         base_sha256=base.sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
-        noise_seed="operating system" if plan.privacy.noise_seed is None else "test",
+        noise_seed=noise_origin(plan),
     )
 
 

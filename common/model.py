@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.assets import ASSETS, model_folder
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import PEFT_PREFIX
 
 if TYPE_CHECKING:
     from dpmerge.common.config import LoraSettings
@@ -212,11 +213,6 @@ def adapter_config(base: Base, lora: LoraSettings) -> dict[str, Any]:
     }
 
 
-def adapter_key(module: str, factor: str) -> str:
-    """Return PEFT's key of a factor ("lora_A" or "lora_B") in `adapter_model.safetensors`."""
-    return f"base_model.model.{module}.{factor}.weight"
-
-
 def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
     """Wrap the base encoder, in place, with LoRA modules whose A is the same at every party and whose B is zero.
 
@@ -228,9 +224,8 @@ def attach_lora(base: Base, lora: LoraSettings, *, seed: int) -> PeftModel:
     model = get_peft_model(cast(Any, base.encoder), config)
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
-            parameter.data.copy_(
-                shared_a(seed, name.split(".lora_A.")[0].removeprefix("base_model.model."), parameter.shape)
-            )
+            module_name = name.split(".lora_A.")[0].removeprefix(PEFT_PREFIX)
+            parameter.data.copy_(shared_a(seed, module_name, parameter.shape))
             parameter.requires_grad_(lora.train_a)
         elif ".lora_B." in name:
             parameter.data.zero_()

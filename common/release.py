@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import rfc8785
 import torch
@@ -38,6 +38,7 @@ FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README})
 UNHASHED = frozenset({SIGNATURE, README})
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
+PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adapter_model.safetensors`
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,6 +105,15 @@ class Release:
         base = self.adapter_config.get("base_model_name_or_path")
         if not isinstance(base, str) or not base or base[0] in "/.~" or "\\" in base:
             raise ValueError(f"Expected base_model_name_or_path={base!r} to be the base model's name, not a path.")
+
+
+def adapter_key(module: str, factor: Literal["lora_A", "lora_B"]) -> str:
+    """Return PEFT's key of a module's factor in `adapter_model.safetensors`.
+
+    >>> adapter_key("encoder.layer.5.output.dense", "lora_B")
+    'base_model.model.encoder.layer.5.output.dense.lora_B.weight'
+    """
+    return f"{PEFT_PREFIX}{module}.{factor}.weight"
 
 
 def to_files(release: Release) -> dict[str, bytes]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import Literal
 
 import rfc8785
 
@@ -51,6 +52,11 @@ def public_settings(plan: PartyPlan) -> dict[str, object]:
     """Return the settings that a statement publishes: with them the server can tell how far noise alone goes."""
     whole = plan.to_dict()
     return {"training": whole["training"], "lora": whole["lora"], "max_length": plan.base.max_length, "seed": plan.seed}
+
+
+def noise_origin(plan: PartyPlan) -> Literal["operating system", "test"]:
+    """Return where the party's noise is seeded, in the words of a statement; the seed itself is never published."""
+    return "operating system" if plan.privacy.noise_seed is None else "test"
 
 
 def start_head(base: Base, plan: PartyPlan) -> Head:

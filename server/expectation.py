@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpmerge.common.config import PartyPlan
-from dpmerge.common.model import Base, adapter_config, adapter_key, lora_shapes, shared_a
-from dpmerge.common.sources import label_descriptions, public_settings, start_head
+from dpmerge.common.model import Base, adapter_config, lora_shapes, shared_a
+from dpmerge.common.release import adapter_key
+from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head
 from dpmerge.server.intake import Expectation, PartyTerms
 
 
@@ -51,7 +52,7 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "privacy_unit": privacy.unit,
         "labels": list(label_descriptions(plan.source)),
         "training": public_settings(plan),
-        "noise_seed": "operating system" if privacy.noise_seed is None else "test",
+        "noise_seed": noise_origin(plan),
     }
     if privacy.private:
         terms |= {"l2_clip_norm": privacy.l2_clip_norm, "noise": privacy.noise}

@@ -18,7 +18,7 @@ from dpmerge.common.release import ADAPTER, CONFIG, FILES, HEAD, STATEMENT, Head
 from dpmerge.common.statement import check_statement, mechanism_from_statement
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
-from dpmerge.server.merging.lowrank import gram
+from dpmerge.server.merging.lowrank import gram, total_norm
 
 HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
 RESEND = "train with the federation's settings and send that release"
@@ -129,7 +129,7 @@ def _check_tensors(release: Release, expectation: Expectation) -> None:
 
 def _check_norm(release: Release, expectation: Expectation) -> None:
     factors = lora_factors(release.adapter, release.adapter_config, release.party)
-    norm = math.sqrt(sum(max(float(gram([item])), 0.0) for item in factors.values()))
+    norm = total_norm(factors.values())
     if not norm <= expectation.max_delta_norm:
         largest = max(factors, key=lambda name: float(gram([factors[name]])))
         problem = f"{release.party}: weight change of norm {norm:.4g} (most of it in {largest})"

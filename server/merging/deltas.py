@@ -21,6 +21,7 @@ from dpmerge.common.release import (
     CONFIG,
     HEAD,
     MERGE,
+    PEFT_PREFIX,
     PICKLES,
     STATEMENT,
     Head,
@@ -29,7 +30,6 @@ from dpmerge.common.release import (
 )
 from dpmerge.common.untrusted import parse_json, parse_tensors
 
-PREFIX = "base_model.model."
 DTYPES = ("F32", "BF16", "F16")  # everything is computed in fp32 or fp64, whatever the input
 
 # Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
@@ -169,7 +169,7 @@ def lora_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], party
     pairs = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
     for stem in sorted(pairs):
         if f"{stem}.lora_B.weight" in tensors:
-            name = stem.removeprefix(PREFIX)
+            name = stem.removeprefix(PEFT_PREFIX)
             a, b = tensors[f"{stem}.lora_A.weight"].float(), tensors[f"{stem}.lora_B.weight"].float()
             factors[name] = Factors(a, b, _scaling(name, a, b, config, party))
     for key in tensors:

@@ -6,7 +6,8 @@ of the full matrices. Cores are float64; nothing of size [out, in] is ever built
 """
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +43,15 @@ def gram(factors: Sequence[Factors]) -> Tensor:
     products = (b.T @ b) * (a @ a.T)
     rows = torch.zeros(len(factors), len(owner), dtype=torch.float64).index_add_(0, owner, products)
     return torch.zeros(len(factors), len(factors), dtype=torch.float64).index_add_(1, owner, rows)
+
+
+def total_norm(factors: Iterable[Factors]) -> float:
+    """Return √Σ ‖τ‖² over the modules of one adapter: the Frobenius norm of its whole weight change.
+
+    >>> total_norm([Factors(torch.eye(1), torch.eye(1), 3.0), Factors(torch.eye(1), torch.eye(1), 4.0)])
+    5.0
+    """
+    return math.sqrt(sum(max(float(gram([item])), 0.0) for item in factors))  # rounding can leave a 0 below 0
 
 
 def thin_qr(columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.release import MERGED, Release
-from dpmerge.server.merging.deltas import PREFIX, Adapter, Factors, gather
+from dpmerge.common.release import MERGED, Release, adapter_key
+from dpmerge.server.merging.deltas import Adapter, Factors, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
-from dpmerge.server.merging.lowrank import gram
+from dpmerge.server.merging.lowrank import total_norm
 from dpmerge.server.merging.recipe import SEMANTICS, Outcome, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
 
@@ -109,8 +107,8 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
     tensors = {}
     for name, factors in merged.modules.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = factors.a
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = factors.b
+        tensors[adapter_key(name, "lora_A")] = factors.a
+        tensors[adapter_key(name, "lora_B")] = factors.b
     weights = dict(zip(merged.info["parties"], merged.info["weights"], strict=True))
     inputs = [
         {"party": a.party, "sha256": a.sha256, "epsilon": a.statement.get("epsilon"), "weight": weights[a.party]}
@@ -173,15 +171,15 @@ def _measures(modules: Mapping[str, tuple[Factors, ...]], outcome: Outcome) -> d
     overlap = None
     if len(parties) <= MAX_OVERLAP_PARTIES:
         inner = overlaps(modules)
-        squares, overlap = inner.diagonal(), cosines(inner).tolist()
+        norms, overlap = inner.diagonal().clamp(min=0).sqrt().tolist(), cosines(inner).tolist()
     else:
-        squares = torch.tensor([sum(float(gram(f[t : t + 1])) for f in modules.values()) for t in parties])
-    norm = math.sqrt(sum(max(float(gram([factors])), 0.0) for factors in outcome.modules.values()))
+        norms = [total_norm(factors[t] for factors in modules.values()) for t in parties]
+    norm = total_norm(outcome.modules.values())
     lost = math.hypot(*outcome.lost.values())
     whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
     return {
         "coefficient": outcome.coefficient,
-        "norms": squares.clamp(min=0).sqrt().tolist(),
+        "norms": norms,
         "overlap": overlap,
         "norm": norm,
         "rank": max(factors.rank for factors in outcome.modules.values()),
