@@ -238,9 +238,11 @@ def _heads(tensors: dict[str, Tensor], about: dict[str, Any], origin: str) -> di
     heads = {}
     try:
         for party, entry in about.items():
-            labels = tuple(str(label) for label in entry["labels"])
+            labels, scale = entry["labels"], entry["feature_scale"]
+            if type(scale) not in (int, float) or not isinstance(labels, list) or {*map(type, labels)} - {str}:
+                raise TypeError(f"feature_scale of {party} is not a number, or labels not a list of texts")
             weight, bias = tensors[f"{party}.weight"], tensors.get(f"{party}.bias")
-            heads[party] = Head(entry["kind"], labels, weight, bias, float(entry["feature_scale"]))
+            heads[party] = Head(entry["kind"], tuple(labels), weight, bias, float(scale))
     except (KeyError, TypeError, ValueError) as error:
         raise ReleaseRefused("head", f"{origin}: {HEAD}: {error}", "send the file as dpmerge wrote it") from error
     known = {f"{party}.{part}" for party in heads for part in ("weight", "bias")}

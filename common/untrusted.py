@@ -1,7 +1,8 @@
 """Reading bytes that somebody else wrote: size and shape checks before any parser runs, and one word per refusal.
 
 A safetensors file begins with eight bytes that state the length of a JSON header. Both are checked here first, so that
-a header of 100 MB, a repeated key, NaN or a thousand brackets never reach a parser. Nothing reads a pickle.
+a header of 100 MB, a repeated key, NaN, a number that is no float or a thousand brackets never reach a parser.
+Nothing reads a pickle.
 """
 
 import json
@@ -18,6 +19,9 @@ from dpmerge.common.errors import DpmergeError
 
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 32
+MAX_JSON_INTEGER = 2**53  # beyond it not every integer is a float, and a larger one may not be any
+MAX_JSON_FLOAT = 1e308
+MAX_TENSOR_DIMENSIONS = 8  # torch itself stops at 64, with an error that no caller expects
 MAX_HEADER_BYTES = 1 << 20  # a 7-target adapter of an 80-layer model needs 200 kB
 
 REASONS = {
@@ -30,7 +34,7 @@ REASONS = {
     "unknown-file": "a file that is no part of the format",
     "missing-file": "a required file is not there",
     "size": "more bytes than the limit",
-    "json": "not a plain JSON object: unreadable, nested too deeply, a repeated key, NaN",
+    "json": "not a plain JSON object: unreadable, nested too deeply, a repeated key, NaN, a huge number, no Unicode",
     "header-too-large": "a safetensors header above the limit",
     "truncated": "a safetensors file whose bytes do not match its header",
     "config": "an adapter setting that differs from the federation's",
@@ -67,13 +71,20 @@ class ReleaseRefused(DpmergeError):
 
 
 def parse_json(data: bytes, origin: str) -> dict[str, Any]:
-    """Parse a small JSON object; repeated keys, NaN and deep nesting are refused before they can do harm."""
+    """Parse a small JSON object; what could do harm to whoever uses it later is refused here.
+
+    That is deep nesting, repeated keys, NaN, integers beyond ±2**53, floats beyond ±1e308, and texts that are no
+    Unicode because they hold half a surrogate pair.
+    """
     if len(data) > MAX_JSON_BYTES:
         raise ReleaseRefused("size", f"{origin}: {len(data)} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
     try:
         text = data.decode()
         _check_depth(text)
-        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer, parse_float=_float
+        )
+        json.dumps(value, ensure_ascii=False).encode()  # fails on half a surrogate pair, as every writer later would
     except ValueError as error:
         raise ReleaseRefused("json", f"{origin}: {error}", "send the file as dpmerge wrote it") from error
     if not isinstance(value, dict):
@@ -96,10 +107,16 @@ def parse_tensors(
         raise ReleaseRefused("truncated", f"{origin}: {len(data)} bytes", fix)
     header = parse_json(data[8 : 8 + length], origin)
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise ReleaseRefused("json", f"{origin}: __metadata__ is not an object of texts", fix)
     for key, entry in header.items():
-        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
         if dtype not in dtypes:
             raise ReleaseRefused("dtype", f"{origin}: {key} is {dtype}", f"store it as {' or '.join(dtypes)}")
+        if not isinstance(shape, list) or len(shape) > MAX_TENSOR_DIMENSIONS or 0 in shape:
+            # beside a 0 any size fits the file, and torch overflows on it; without one the parser counts the bytes
+            problem = f"{origin}: {key} does not have at most {MAX_TENSOR_DIMENSIONS} dimensions, none of them empty"
+            raise ReleaseRefused("shape", problem, fix)
     try:
         tensors = load_tensors(data)
     except SafetensorError as error:
@@ -110,9 +127,14 @@ def parse_tensors(
     return {key: tensors[key] for key in sorted(tensors)}, metadata
 
 
+# Possessive, and content with a string that never ends: a scan that gave characters back would start again at each
+# of its quotes, in time quadratic in the length of the file.
+_JSON_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
 def _check_depth(text: str) -> None:
     depth = 0
-    for token in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', text, re.DOTALL):
+    for token in _JSON_TOKEN.finditer(text):
         depth += 1 if token[0] in "[{" else -1 if token[0] in "]}" else 0
         if depth > MAX_JSON_DEPTH:
             raise ValueError(f"nested more than {MAX_JSON_DEPTH} deep")
@@ -127,3 +149,17 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
+
+
+def _integer(text: str) -> int:
+    value = int(text)  # Python itself refuses more than 4300 digits
+    if abs(value) > MAX_JSON_INTEGER:
+        raise ValueError(f"an integer of {len(text)} digits, beyond ±2**53")
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not abs(value) <= MAX_JSON_FLOAT:
+        raise ValueError(f"a number beyond ±{MAX_JSON_FLOAT:g}")
+    return value

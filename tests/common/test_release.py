@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,6 +180,12 @@ def nan_head(_: bytes) -> bytes:
     return save({"shop.weight": torch.full((2, 16), float("nan"))}, {"heads": "{}"})
 
 
+def heads_that_say(**about: object) -> Callable[[Files], Files]:
+    heads = {"shop": {"kind": "linear", "labels": ["bad", "good"], "feature_scale": 8.0} | about}
+    tensors = {"shop.weight": torch.zeros(2, 16), "shop.bias": torch.zeros(2)}
+    return swap(HEAD, lambda _: save(tensors, {"heads": json.dumps(heads)}))
+
+
 MALFORMED: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "pickle beside safetensors": ("pickle", lambda files: files | {"adapter_model.bin": b""}),
     "pickle under the safetensors name": (
@@ -207,6 +214,10 @@ MALFORMED: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "NaN in JSON": ("json", swap(STATEMENT, lambda _: b'{"party": "shop", "epsilon": NaN}')),
     "not UTF-8": ("json", swap(CONFIG, lambda _: b"\xff\xfe")),
     "list": ("json", swap(CONFIG, lambda _: b"[]")),
+    "a feature scale that is no float": ("json", heads_that_say(feature_scale=10**400)),
+    "a feature scale in words": ("head", heads_that_say(feature_scale="8.0")),
+    "labels in one word": ("head", heads_that_say(labels="ab")),
+    "labels that are numbers": ("head", heads_that_say(labels=[0, 1])),
     "huge JSON": ("size", swap(CONFIG, lambda data: data + b" " * MAX_JSON_BYTES)),
     "path of somebody's disk": ("config", swap(CONFIG, lambda data: data.replace(b'"minilm-l6"', b'"/home/x"'))),
     "statement of another party": ("party-mismatch", swap(STATEMENT, lambda data: data.replace(b"shop", b"library"))),
@@ -228,6 +239,10 @@ def test_malformed_files_are_refused_with_a_reason(release: Release, case: str) 
         ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}, "truncated"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [0, 1 << 40]}, "truncated"),
         ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "truncated"),
+        ({"dtype": "F32", "shape": [0, 2**64 - 1], "data_offsets": [0, 0]}, "json"),
+        ({"dtype": "F32", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}, "shape"),
+        ({"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}, "shape"),
+        ({"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}, "shape"),
         ({"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}, "dtype"),
         ("F32", "dtype"),
     ],
@@ -238,12 +253,52 @@ def test_lying_headers_are_refused(entry: object, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+@pytest.mark.parametrize("metadata", [None, [], "x", {"heads": 1}, {"heads": None}])
+def test_metadata_is_an_object_of_texts(metadata: object) -> None:
+    with pytest.raises(ReleaseRefused, match="__metadata__") as caught:
+        parse_tensors(with_header(bytes(8), {"__metadata__": metadata}), "shop")
+    assert caught.value.reason == "json"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["1" + "0" * 400, "-1" + "0" * 400, "1" + "0" * 5000, str(2**53 + 1), "1e309", "-1e999", "1.1e308", r'"\ud800"'],
+)
+def test_what_no_reader_could_use_later_is_refused(value: str) -> None:
+    for text in (f'{{"a": {value}}}', f'{{"a": [{{"b": {value}}}]}}'):
+        with pytest.raises(ReleaseRefused) as caught:
+            parse_json(text.encode(), "shop")
+        assert caught.value.reason == "json"
+        str(caught.value).encode()  # a refusal can itself be written down
+
+
+def test_the_largest_numbers_and_whole_surrogate_pairs_are_read() -> None:
+    text = rb'{"int": -9007199254740992, "float": -1e308, "tiny": 1e-400, "text": "\ud83d\ude00 \\ud800"}'
+    assert parse_json(text, "x") == {"int": -(2**53), "float": -1e308, "tiny": 0.0, "text": "\U0001f600 \\ud800"}
+
+
+@pytest.mark.parametrize("start", [b'"', b'{"a": "', b'{"a": "x', b"{"])
+@pytest.mark.parametrize("unit", [b'\\"', b"\\", b'"', b'""', b'a\\"'])
+def test_a_mebibyte_is_judged_in_no_time(start: bytes, unit: bytes) -> None:
+    data = start + unit * ((MAX_JSON_BYTES - len(start)) // len(unit))
+    begin = time.process_time()
+    with pytest.raises(ReleaseRefused, match="json"):
+        parse_json(data, "shop")
+    assert time.process_time() - begin < 1.0  # 0.1 s; the square of the length would be hours
+
+
 def test_header_limit_leaves_room_for_large_models() -> None:
     assert 80 * 7 * 2 * 200 < MAX_HEADER_BYTES
 
 
 def test_brackets_inside_strings_are_no_nesting() -> None:
     assert parse_json(b'{"a": "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\\"["}', "x")
+
+
+def test_brackets_after_a_string_are_nesting() -> None:
+    for string in (b'""', b'"\\\\"', b'"\\""', b'"a\\nb"'):
+        with pytest.raises(ReleaseRefused, match="more than 32 deep"):
+            parse_json(b'{"a": [' + string + b"," + b"[" * 40 + b"]" * 40 + b"]}", "x")
 
 
 def test_pickle_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
