@@ -51,7 +51,7 @@ class NoiseSource(Protocol):
         ...
 
     def erase(self) -> None:
-        """Destroy the state; every further use is refused."""
+        """Destroy the state that could tell earlier noise; secure noise then refuses every further use."""
         ...
 
 
@@ -85,7 +85,7 @@ class FastNoise:
         return self._generator.get_state().numpy().tobytes()
 
     def erase(self) -> None:
-        """Reseed from the operating system: the state that produced earlier noise is gone."""
+        """Reseed from the operating system: the state that produced earlier noise is gone. Later use is not refused."""
         self._generator.seed()
 
 

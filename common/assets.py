@@ -148,8 +148,9 @@ def cache_root() -> Path:
 def fetch(names: Iterable[str], progress: Callable[[str], None] | None = None) -> dict[str, Path]:
     """Download, verify and unpack assets that are not in the cache yet; replace any that is corrupted.
 
-    The only function of the product that uses the network outside Flower. An interrupted or failed fetch leaves the
-    cache as it was, and several processes may fetch at once: the first one works, the others wait for it.
+    Outside Flower nothing but this and a base model named by hub id (unless HF_HUB_OFFLINE is set) uses the network. An
+    interrupted or failed fetch leaves the cache as it was, and several processes may fetch at once: the first one
+    works, the others wait for it.
 
     Args:
         names: Names of assets, which include the models, or of tasks.

@@ -134,7 +134,7 @@ class TrainingSettings:
     learning_rate: float = field(default=4e-3, metadata=_meta(real(above=0.0), "Step size."))
     sharpness: Sharpness = field(
         default="sat",
-        metadata=_meta(choice(*get_args(Sharpness)), "Where the gradient is taken; see the privacy notes."),
+        metadata=_meta(choice(*get_args(Sharpness)), "Where the gradient is taken; sam spends a second query on it."),
     )
     ascent_sampling: AscentSampling = field(
         default="paired",
@@ -144,7 +144,9 @@ class TrainingSettings:
         ),
     )
     rho: float = field(default=0.1, metadata=_meta(real(at_least=0.0), "Radius of the ascent step; 0 is plain DP-SGD."))
-    rho_warmup_steps: int = field(default=0, metadata=_meta(whole(0), "Steps over which rho grows linearly from 0."))
+    rho_warmup_steps: int = field(
+        default=0, metadata=_meta(whole(0), "Steps of linear growth to rho, from rho / steps.")
+    )
     alignment: float = field(
         default=0.0, metadata=_meta(real(at_least=0.0), "Pull λ towards the base, added after the noise; 0 is none.")
     )
@@ -152,7 +154,7 @@ class TrainingSettings:
         default="delta", metadata=_meta(choice("delta", "factors"), "Whether the pull acts on s·B·A or on B and A.")
     )
     alignment_warmup_steps: int = field(
-        default=0, metadata=_meta(whole(0), "Steps over which λ grows linearly from 0.")
+        default=0, metadata=_meta(whole(0), "Steps of linear growth to λ, from λ / steps.")
     )
     head: Literal["label-text", "linear"] = field(
         default="label-text",

@@ -137,7 +137,7 @@ def assets_fetch(
     names: Annotated[list[str], typer.Argument(metavar="NAME…", help="Assets, models or tasks.")],
     output: FormatOption = Format.text,
 ) -> None:
-    """Download, verify and unpack assets; the only command that needs the network."""
+    """Download, verify and unpack assets; nothing but this and a base model named by hub id needs the network."""
     from dpmerge.common.assets import fetch
 
     with Progress("silent" if output is Format.json else None) as progress:

@@ -52,7 +52,7 @@ PACKAGES = (
     "safetensors",
 )
 RUN_FILE = "run.json"
-"""Marks a folder as a run of ours and holds its resolved configuration."""
+"""Holds the run's resolved configuration, with which a resumed one compares its own."""
 
 
 def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, progress: Progress) -> Results:
@@ -163,7 +163,9 @@ def _row(
     """Return one party's line: what its statement says, what was measured, or why there is nothing."""
     adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
     if adapter is None or merged is None:
-        code, reason = collection.refused.get(plan.party, ("DPM-599", "; ".join(["no reply came", *collection.nameless])))
+        code, reason = collection.refused.get(
+            plan.party, ("DPM-599", "; ".join(["no reply came", *collection.nameless]))
+        )
         return PartyResult(
             party=plan.party,
             task=task_name(plan),
