@@ -6,6 +6,8 @@ protected) and tier 3 of OpenDP's registry of deployments (enough to recompute t
 """
 
 import math
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -34,9 +36,11 @@ READING = (
 )
 
 _TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on
-_TEXTS = ("party", "task", "base_sha256", "tuning_disclosure", "accountant", "trust_model")
+_TEXTS = ("party", "task", "base_sha256", "tuning_disclosure")
 _DERIVED = ("schema", "epsilon", "sampling_prob", "neighboring_relation", "normalisation", "sampling", "noise_seed")
-_OTHERS = ("labels", "not_protected", "sampler_delta", "cross_check", "training")
+_OTHERS = ("labels", "accountant", "trust_model", "not_protected", "sampler_delta", "cross_check", "training")
+_ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
+_WITNESSES = frozenset(("epsilon_prv", "epsilon_rdp", "epsilon_optimistic"))
 _KEYS = frozenset((*FIELD_NAMES, *_TEXTS, *_DERIVED, *_OTHERS))
 
 
@@ -136,6 +140,9 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
     for key in _TEXTS:
         text = statement[key]
         _refuse_unless(isinstance(text, str) and bool(text.strip()), f"{key} is not a text that says something")
+    for key, words in (("trust_model", TRUST_MODEL), ("not_protected", list(NOT_PROTECTED))):
+        _refuse_unless(statement[key] == words, f"{key} is not in the words that every statement uses")
+    _check_accountants(statement, mechanism)
     _check_epsilon(statement["epsilon"], mechanism)
     return mechanism
 
@@ -156,18 +163,34 @@ def sentence(statement: Mapping[str, Any]) -> str:
     return claim
 
 
+def _check_accountants(statement: Mapping[str, Any], mechanism: Mechanism) -> None:
+    name, witnesses, charge = (statement[key] for key in ("accountant", "cross_check", "sampler_delta"))
+    named = isinstance(name, str) and _ACCOUNTANT.fullmatch(name)
+    _refuse_unless(bool(named), "accountant is not dp-accounting in one version")
+    complete = isinstance(witnesses, dict) and witnesses.keys() == _WITNESSES
+    _refuse_unless(complete, f"cross_check does not consist of {', '.join(sorted(_WITNESSES))}")
+    fits = all(_is_finite(value) if mechanism.private else value is None for value in witnesses.values())
+    _refuse_unless(fits, "cross_check does not hold finite numbers, or null without privacy")
+    charged = _is_finite(charge) and 0 <= charge < mechanism.target_delta
+    _refuse_unless(charged, "sampler_delta is not a part of target_delta")
+
+
 def _check_epsilon(claimed: object, mechanism: Mechanism) -> None:
     if not mechanism.private:
         _refuse_unless(claimed is None, f"epsilon = {claimed!r} is claimed without privacy")
         return
-    is_number = isinstance(claimed, (int, float)) and not isinstance(claimed, bool) and math.isfinite(claimed)
-    _refuse_unless(is_number, f"epsilon = {claimed!r} is not a finite number")
+    _refuse_unless(_is_finite(claimed), f"epsilon = {claimed!r} is not a finite number")
     try:
         computed = epsilon_pld(mechanism)
     except DpmergeError as error:
         raise _refusal(f"the statement cannot be accounted: {error.problem}") from error
     agrees = abs(float(claimed) - computed) <= _TOLERANCE  # type: ignore[arg-type]  # a number, as checked above
     _refuse_unless(agrees, f"epsilon = {claimed!r} is claimed, but its own numbers give {computed:.6g}")
+
+
+def _is_finite(value: object) -> bool:
+    """Whether this is a number that a float can hold; `math.isfinite` raises on larger integers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _refuse_unless(holds: bool, problem: str) -> None:

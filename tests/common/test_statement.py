@@ -6,7 +6,14 @@ import pytest
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.statement import READING, build_statement, check_statement, mechanism_from_statement, sentence
+from dpmerge.common.statement import (
+    NOT_PROTECTED,
+    READING,
+    build_statement,
+    check_statement,
+    mechanism_from_statement,
+    sentence,
+)
 
 SETTINGS = {
     "noise_multiplier": 2.0,
@@ -98,10 +105,43 @@ def test_the_mechanism_comes_back():
         ("tuning_disclosure", " "),
         ("base_sha256", 5),
         ("l2_clip_norm", [1.0]),
+        ("epsilon", 10**400),
+        ("epsilon", -(10**400)),
     ],
 )
 def test_a_forged_value_is_refused(key, value):
     with pytest.raises(DpmergeError, match="DPM-401"):
+        check_statement({**read(), key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trust_model", "The server adds the noise."),
+        ("not_protected", []),
+        ("not_protected", [*NOT_PROTECTED, "Nothing else."]),
+        ("accountant", "by hand"),
+        ("accountant", "dp-accounting "),
+        ("accountant", "dp-accounting 0.6.0\n"),
+        ("accountant", "dp-accounting \x1b[2J"),
+        ("accountant", "dp-accounting " + "x" * 51),
+        ("accountant", None),
+        ("cross_check", None),
+        ("cross_check", {}),
+        ("cross_check", {"epsilon_prv": 1.0, "epsilon_rdp": 1.0}),
+        ("cross_check", {"epsilon_prv": 1.0, "epsilon_rdp": 1.0, "epsilon_optimistic": 1.0, "losses": [0.1]}),
+        ("cross_check", {"epsilon_prv": 1.0, "epsilon_rdp": None, "epsilon_optimistic": 1.0}),
+        ("cross_check", {"epsilon_prv": 1.0, "epsilon_rdp": 10**400, "epsilon_optimistic": 1.0}),
+        ("cross_check", {"epsilon_prv": 1.0, "epsilon_rdp": "1", "epsilon_optimistic": 1.0}),
+        ("sampler_delta", None),
+        ("sampler_delta", -1e-20),
+        ("sampler_delta", 1e-5),
+        ("sampler_delta", float("nan")),
+        ("sampler_delta", [0]),
+    ],
+)
+def test_no_field_is_free(key, value):
+    with pytest.raises(DpmergeError, match=f"DPM-401: {key} "):
         check_statement({**read(), key: value})
 
 
@@ -148,3 +188,6 @@ def test_no_privacy_is_stated_plainly():
     assert "WITHOUT privacy" in sentence(statement)
     with pytest.raises(DpmergeError, match="claimed without privacy"):
         check_statement({**statement, "epsilon": 1.0})
+    assert set(statement["cross_check"].values()) == {None}
+    with pytest.raises(DpmergeError, match="cross_check"):
+        check_statement({**statement, "cross_check": read()["cross_check"]})
