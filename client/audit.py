@@ -50,7 +50,7 @@ class Parts:
 
     Attributes:
         privatiser: Takes a mechanism, P, a noise source and `query`.
-        sampler: Takes q and the number of records.
+        sampler: Takes q and the number of units.
         noise: Takes the noise mode.
     """
 
@@ -64,9 +64,10 @@ class AuditResult:
     """What an audit found.
 
     Attributes:
-        epsilon_lower: ε̂: if the trials are independent, the true ε at `delta` is at least this with `confidence`.
+        epsilon_lower: ε̂: if the trials are independent, the true ε at `target_delta` is at least this, with
+            `confidence`.
         epsilon_claimed: What the accountant says at the same δ.
-        delta: The mechanism's δ.
+        target_delta: The mechanism's δ.
         confidence: One minus the probability that a sound mechanism yields an ε̂ above its ε.
         num_trials: Canaries whose coins were guessed; half chose the test, half were held out for the bound.
         seconds: Time taken.
@@ -74,7 +75,7 @@ class AuditResult:
 
     epsilon_lower: float
     epsilon_claimed: float
-    delta: float
+    target_delta: float
     confidence: float
     num_trials: int
     seconds: float
@@ -146,7 +147,7 @@ def audit_mechanism(
     return AuditResult(
         epsilon_lower=float(_lower_bounds(_joined(held_out), test, mechanism.target_delta, level)[0]),
         epsilon_claimed=claimed,
-        delta=mechanism.target_delta,
+        target_delta=mechanism.target_delta,
         confidence=confidence,
         num_trials=2 * len(held_out) * mechanism.num_coordinates,
         seconds=time.monotonic() - started,

@@ -29,7 +29,7 @@ def task_name(plan: PartyPlan) -> str:
     return plan.source.task if isinstance(plan.source, TaskSource) else plan.party
 
 
-def test_records(source: TaskSource | FileSource) -> Records | None:
+def public_test_records(source: TaskSource | FileSource) -> Records | None:
     """Return the public test records, or None: own data without a public test file is never split for testing.
 
     Accuracy on a private split would be a query on private data.

@@ -11,31 +11,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from dpmerge.common.alignment import LoraView, pull
 from dpmerge.common.config import TrainingSettings
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.optimizer import make_optimizer
+from dpmerge.server.merging.deltas import Factors
 
 
-def noise_share(
-    mechanism: Mechanism, training: TrainingSettings, factors: Mapping[str, tuple[Tensor, Tensor, float]]
-) -> float | None:
+def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mapping[str, Factors]) -> float | None:
     """Return the estimated share in [0, 1] of ‖B‖² that is noise; None without privacy (no noise) or for B = 0.
 
     Args:
         mechanism: As stated by the release.
         training: The statement's public settings: optimizer, learning rate, alignment.
-        factors: Module → (A [rank, width_in], B [width_out, rank], scaling) of the release; B started at zero.
+        modules: The release's factors per module; B started at zero.
     """
-    observed = sum(float(b.square().sum()) for _, b, _ in factors.values())
+    observed = sum(float(item.b.square().sum()) for item in modules.values())
     if not mechanism.private or observed == 0.0:
         return None
     views, stop = [], 0
-    for a, b, scaling in factors.values():
-        views.append(LoraView(a, slice(stop, stop + b.numel()), (b.shape[0], b.shape[1]), scaling, None))
-        stop += b.numel()
+    for item in modules.values():
+        b_slice = slice(stop, stop + item.b.numel())
+        views.append(LoraView(item.a, b_slice, (item.b.shape[0], item.b.shape[1]), item.scaling, None))
+        stop = b_slice.stop
     theta, start = torch.zeros(stop), torch.zeros(stop)
     scale = mechanism.noise_std
     optimizer = make_optimizer(training.optimizer, theta, training.learning_rate, noise_std=scale)

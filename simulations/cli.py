@@ -193,7 +193,7 @@ def audit_mechanism(
     verdict = "the claim holds" if result.holds else "THE CLAIM IS REFUTED"
     words = (
         f"{verdict}: ε ≥ {result.epsilon_lower:.3f} measured, ε = {result.epsilon_claimed:.3f} claimed "
-        f"at δ = {result.delta:g} ({result.confidence:.1%} confidence, {result.num_trials} trials)"
+        f"at δ = {result.target_delta:g} ({result.confidence:.1%} confidence, {result.num_trials} trials)"
     )
     _answer(output, {"audit": asdict(result) | {"holds": result.holds}, "mechanism": asdict(mechanism)}, words)
     return 0 if result.holds else CLAIM_REFUTED

@@ -24,7 +24,7 @@ from dpmerge.common.heads import label_text_head
 from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import to_files, write_files
-from dpmerge.common.sources import label_descriptions, task_name, terms_hash, test_records
+from dpmerge.common.sources import label_descriptions, public_test_records, task_name, terms_hash
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
@@ -196,9 +196,7 @@ def _row(
         accuracy_se=accuracy_se,
         accuracy_by_adapter=by_adapter,
         drift=merged.info["norms"][merged.info["parties"].index(plan.party)],
-        noise_share=noise_share(
-            mechanism, plan.training, {name: (f.a, f.b, f.scaling) for name, f in adapter.modules.items()}
-        ),
+        noise_share=noise_share(mechanism, plan.training, adapter.modules),
         sentence=sentence(adapter.statement),
     )
 
@@ -234,7 +232,7 @@ def _public_records(plan: PartyPlan) -> Records | None:
         path = Path(plan.source.path.partition("::")[0])
         if not path.exists():
             raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
-    return test_records(plan.source)
+    return public_test_records(plan.source)
 
 
 def _open_run(out: Path, federation: Federation, mode: Mode) -> None:

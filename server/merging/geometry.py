@@ -13,10 +13,10 @@ from torch import Tensor
 from dpmerge.server.merging.deltas import Modules
 from dpmerge.server.merging.linear import shares, weighted
 from dpmerge.server.merging.lowrank import gram
-from dpmerge.server.merging.recipe import Outcome, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe
 
 
-def geometry(modules: Modules, recipe: Recipe) -> Outcome:
+def geometry(modules: Modules, recipe: Recipe) -> Combined:
     """Return c · Σ u_t τ_t with c = mean_t ‖u_t τ_t‖ / ‖Σ_t u_t τ_t‖, u = T · w / Σ w, and c at most 1.
 
     One coefficient for the whole model, such that the merged change is as long as the parties' changes are on average:

@@ -10,10 +10,10 @@ import torch
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import truncate, weighted_sum
-from dpmerge.server.merging.recipe import Outcome, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe
 
 
-def average(modules: Modules, recipe: Recipe) -> Outcome:
+def average(modules: Modules, recipe: Recipe) -> Combined:
     """Return Σ w_t τ_t / Σ w_t.
 
     Raises:
@@ -22,7 +22,7 @@ def average(modules: Modules, recipe: Recipe) -> Outcome:
     return weighted(modules, shares(recipe.weights), recipe.rank, 1.0)
 
 
-def task_arithmetic(modules: Modules, recipe: Recipe) -> Outcome:
+def task_arithmetic(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t.
 
     References: arXiv 2212.04089, section 2. Deviations: none.
@@ -30,7 +30,7 @@ def task_arithmetic(modules: Modules, recipe: Recipe) -> Outcome:
     return weighted(modules, recipe.weights, recipe.rank, recipe.factor)
 
 
-def concat(modules: Modules, recipe: Recipe) -> Outcome:
+def concat(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t as stacked factors, of rank Σ r_t unless another is asked for."""
     merged, lost = {}, {}
     for name, factors in modules.items():
@@ -38,17 +38,17 @@ def concat(modules: Modules, recipe: Recipe) -> Outcome:
         columns = [(item.b.double() * scale).float() for item, scale in zip(factors, scales, strict=True)]
         stacked = Factors(torch.cat([item.a for item in factors]), torch.cat(columns, 1))
         merged[name], lost[name] = truncate(stacked, recipe.rank or stacked.rank)
-    return Outcome(merged, recipe.factor, lost)
+    return Combined(merged, recipe.factor, lost)
 
 
-def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Outcome:
+def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Combined:
     """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
     merged, lost = {}, {}
     for name, factors in modules.items():
         total = weighted_sum(factors, [coefficient * weight for weight in weights])
         full = min(len(total.b), total.a.shape[1])  # a matrix needs no more, however many factors were stacked
         merged[name], lost[name] = truncate(total, min(rank or full, full))
-    return Outcome(merged, coefficient, lost)
+    return Combined(merged, coefficient, lost)
 
 
 def shares(weights: Sequence[float]) -> list[float]:

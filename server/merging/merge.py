@@ -12,7 +12,7 @@ from dpmerge.common.release import MERGED, Release, adapter_key
 from dpmerge.server.merging.deltas import Adapter, Factors, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.lowrank import total_norm
-from dpmerge.server.merging.recipe import SEMANTICS, Outcome, Recipe
+from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
 
 LARGEST = sys.float_info.max
@@ -86,7 +86,7 @@ def merge(
     parameters = _parameters(row, given | {"ridge": ridge, "common_share": common_share})
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
     recipe = Recipe(parties=parties, weights=_weights(parties, weights), seed=seed, **chosen)
-    outcome = row.function(modules, recipe)
+    combined = row.function(modules, recipe)
     info = {
         "method": method,
         "parameters": parameters | {"seed": seed, "strict": strict},
@@ -94,7 +94,7 @@ def merge(
         "weights": list(recipe.weights),
         "absent": absent,
     }
-    return Merged(outcome.modules, info | _measures(modules, outcome))
+    return Merged(combined.modules, info | _measures(modules, combined))
 
 
 def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
@@ -166,7 +166,7 @@ def _weights(parties: Sequence[str], weights: Mapping[str, float] | None) -> tup
     return tuple(float(weights[party]) for party in parties)
 
 
-def _measures(modules: Mapping[str, tuple[Factors, ...]], outcome: Outcome) -> dict[str, Any]:
+def _measures(modules: Mapping[str, tuple[Factors, ...]], combined: Combined) -> dict[str, Any]:
     parties = range(len(next(iter(modules.values()))))
     overlap = None
     if len(parties) <= MAX_OVERLAP_PARTIES:
@@ -174,15 +174,15 @@ def _measures(modules: Mapping[str, tuple[Factors, ...]], outcome: Outcome) -> d
         norms, overlap = inner.diagonal().clamp(min=0).sqrt().tolist(), cosines(inner).tolist()
     else:
         norms = [total_norm(factors[t] for factors in modules.values()) for t in parties]
-    norm = total_norm(outcome.modules.values())
-    lost = math.hypot(*outcome.lost.values())
+    norm = total_norm(combined.modules.values())
+    lost = math.hypot(*combined.lost.values())
     whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
     return {
-        "coefficient": outcome.coefficient,
+        "coefficient": combined.coefficient,
         "norms": norms,
         "overlap": overlap,
         "norm": norm,
-        "rank": max(factors.rank for factors in outcome.modules.values()),
+        "rank": max(factors.rank for factors in combined.modules.values()),
         "truncation_error": lost / whole if whole else 0.0,
     }
 

@@ -43,8 +43,8 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """A merged weight change.
+class Combined:
+    """What a method returns: a merged weight change.
 
     Attributes:
         modules: Factors with scaling 1, per module.
@@ -57,4 +57,4 @@ class Outcome:
     lost: dict[str, float] = field(default_factory=dict)
 
 
-Method = Callable[[Modules, Recipe], Outcome]
+Method = Callable[[Modules, Recipe], Combined]

@@ -28,7 +28,7 @@ class MergeMethod:
         family: The file it lives in.
         summary: One line.
         source: arXiv id, or "-".
-        function: Modules and recipe to outcome.
+        function: Modules and recipe to what they combine to.
         laws: Keys of `LAWS` that hold.
         parameters: What it takes, with defaults; None is "chosen by the method", "required" has no default.
         limit: Parameters under which the method is another one, and that one's name.

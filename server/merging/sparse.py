@@ -13,13 +13,13 @@ from torch import Tensor
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import factorise
-from dpmerge.server.merging.recipe import Outcome, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe
 
 Sparsify = Callable[[str, int, Tensor], Tensor]
 """(module, index of the party, its full matrix) → the matrix with entries dropped."""
 
 
-def ties(modules: Modules, recipe: Recipe) -> Outcome:
+def ties(modules: Modules, recipe: Recipe) -> Combined:
     """Trim small entries, elect a sign per entry, average the entries that agree with it; times the coefficient.
 
     | semantics  | trims over      | elects by      | divides by          | tied election |
@@ -39,7 +39,7 @@ def ties(modules: Modules, recipe: Recipe) -> Outcome:
     return _elementwise(modules, recipe, lambda _, t, delta: trim(delta, recipe.density))
 
 
-def dare(modules: Modules, recipe: Recipe) -> Outcome:
+def dare(modules: Modules, recipe: Recipe) -> Combined:
     """Drop entries at random, rescale the rest by 1/density, and sum: coefficient · Σ w_t τ̂_t, unbiased.
 
     References: arXiv 2311.03099, section 3.1. Deviations: none.
@@ -50,10 +50,10 @@ def dare(modules: Modules, recipe: Recipe) -> Outcome:
         for t, item in enumerate(factors):
             total += recipe.factor * recipe.weights[t] * _drop(name, t, item.delta(), recipe)
         merged[name], lost[name] = factorise(total, _rank(factors, recipe))
-    return Outcome(merged, recipe.factor, lost)
+    return Combined(merged, recipe.factor, lost)
 
 
-def dare_ties(modules: Modules, recipe: Recipe) -> Outcome:
+def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
     """Drop and rescale as `dare`, then elect signs and average as `ties`.
 
     References: arXiv 2311.03099, section 4.1. Deviations: none.
@@ -92,7 +92,7 @@ def trim(matrix: Tensor, density: float) -> Tensor:
     return torch.zeros_like(matrix).flatten().index_copy_(0, kept, matrix.flatten()[kept]).view_as(matrix)
 
 
-def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Outcome:
+def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
     merged, lost = {}, {}
     for name, factors in modules.items():
 
@@ -101,7 +101,7 @@ def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Outcom
 
         total = recipe.factor * elected_mean(matrices, recipe)
         merged[name], lost[name] = factorise(total, _rank(factors, recipe))
-    return Outcome(merged, recipe.factor, lost)
+    return Combined(merged, recipe.factor, lost)
 
 
 def _rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import thin_qr, truncate
-from dpmerge.server.merging.recipe import Outcome, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.sparse import elected_mean, trim
 
 RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
@@ -65,7 +65,7 @@ def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return u[:, :count], s[:count], vh[:count].T
 
 
-def core_ties(modules: Modules, recipe: Recipe) -> Outcome:
+def core_ties(modules: Modules, recipe: Recipe) -> Combined:
     """Apply TIES to the cores M_t in place of the full weight changes.
 
     References: arXiv 2509.17786, equation 5; arXiv 2306.01708. Deviations: trims each core by itself.
@@ -77,7 +77,7 @@ def core_ties(modules: Modules, recipe: Recipe) -> Outcome:
     return _in_core(modules, recipe, rule, [1.0] * len(recipe.weights))
 
 
-def iso_c(modules: Modules, recipe: Recipe) -> Outcome:
+def iso_c(modules: Modules, recipe: Recipe) -> Combined:
     """Flatten the spectrum of the weighted sum: all its singular values become their mean.
 
     References: arXiv 2502.04959, section 4.1. Deviations: the mean is over the sum's support, T·r directions of LoRA,
@@ -91,7 +91,7 @@ def iso_c(modules: Modules, recipe: Recipe) -> Outcome:
     return _in_core(modules, recipe, rule, recipe.weights)
 
 
-def iso_cts(modules: Modules, recipe: Recipe) -> Outcome:
+def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
     """Flatten the sum's leading directions together with each party's leading directions outside them.
 
     `common_share` of the sum's directions are kept; the rest of its rank is divided evenly among the parties'
@@ -116,7 +116,7 @@ def iso_cts(modules: Modules, recipe: Recipe) -> Outcome:
     return _in_core(modules, recipe, rule, recipe.weights)
 
 
-def tsv(modules: Modules, recipe: Recipe) -> Outcome:
+def tsv(modules: Modules, recipe: Recipe) -> Combined:
     """Concatenate the parties' leading singular vectors, whiten them, and keep the singular values: TSV-Merge.
 
     Each party keeps min(out, in)/T directions, which is all of them for LoRA until T·r exceeds the width.
@@ -135,7 +135,7 @@ def tsv(modules: Modules, recipe: Recipe) -> Outcome:
     return _in_core(modules, recipe, rule, recipe.weights)
 
 
-def knots_ties(modules: Modules, recipe: Recipe) -> Outcome:
+def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
     """Align the parties by one SVD, [τ_1 … τ_T] = U S [V_1ᵀ … V_Tᵀ], and apply TIES to the V_t.
 
     References: arXiv 2410.19735, section 4. Deviations: each party's V_t is trimmed by itself.
@@ -154,10 +154,10 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Outcome:
         item = Factors(s[:, None] * right * recipe.factor, q_b @ u)
         kept, lost[name] = truncate(item, recipe.rank or item.rank)
         merged[name] = Factors(kept.a.float(), kept.b.float())
-    return Outcome(merged, recipe.factor, lost)
+    return Combined(merged, recipe.factor, lost)
 
 
-def wudi(modules: Modules, recipe: Recipe) -> Outcome:
+def wudi(modules: Modules, recipe: Recipe) -> Combined:
     """Return the weight change that interferes least with any party's inputs, in closed form.
 
     Minimises Σ_t ‖(τ − τ_t) τ_tᵀ‖² / ‖τ_t‖² over τ: the rows of τ_t stand for the party's inputs. The solution is
@@ -188,12 +188,12 @@ def orthonormal(columns: Tensor) -> Tensor:
     return u @ v.T
 
 
-def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Outcome:
+def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Combined:
     merged, lost = {}, {}
     for name, factors in modules.items():
         core = core_of(factors, weights)
         merged[name], lost[name] = core.lift(recipe.factor * rule(core), recipe.rank)
-    return Outcome(merged, recipe.factor, lost)
+    return Combined(merged, recipe.factor, lost)
 
 
 def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ def seeded(**changes) -> Parts:
         key = next(keys)
         return SecureNoise.from_state(key) if mode == "secure" else FastNoise(int.from_bytes(key[:6]))
 
-    def sampler(q, num_records):
-        return PoissonSampler.from_state(q, num_records, next(keys))
+    def sampler(q, num_units):
+        return PoissonSampler.from_state(q, num_units, next(keys))
 
     return replace(Parts(noise=noise, sampler=sampler), **changes)
 

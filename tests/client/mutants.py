@@ -81,15 +81,15 @@ class NormOverSomeLayers(Privatiser):
 class ShuffledBatches(PoissonSampler):
     """Goes through a shuffled data set in batches of a fixed size."""
 
-    def __init__(self, sampling_prob, num_records):
-        super().__init__(sampling_prob, num_records)
-        self._size = max(1, round(sampling_prob * num_records))
+    def __init__(self, sampling_prob, num_units):
+        super().__init__(sampling_prob, num_units)
+        self._size = max(1, round(sampling_prob * num_units))
         self._generator = torch.Generator().manual_seed(1)
         self._order = torch.empty(0, dtype=torch.int64)
 
     def sample(self):
         if len(self._order) < self._size:
-            self._order = torch.randperm(self._num_records, generator=self._generator)
+            self._order = torch.randperm(self._num_units, generator=self._generator)
         batch, self._order = self._order[: self._size], self._order[self._size :]
         return batch.sort().values
 
@@ -106,8 +106,8 @@ def same_seed_every_run(_mode):
     return SecureNoise.from_state(KEY)
 
 
-def one_seed_for_noise_and_sampling(q, num_records):
-    return PoissonSampler.from_state(q, num_records, KEY)
+def one_seed_for_noise_and_sampling(q, num_units):
+    return PoissonSampler.from_state(q, num_units, KEY)
 
 
 @contextmanager

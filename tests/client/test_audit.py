@@ -29,7 +29,7 @@ def test_claim_holds_and_more_than_half_of_it_is_witnessed(changes):
     result = audit_mechanism(calibrated(**changes), num_trials=24_000, parts=seeded())
     assert result.holds
     assert result.epsilon_lower > 0.5 * result.epsilon_claimed
-    assert (result.num_trials, result.delta, result.confidence) == (24_000, 0.05, 0.999)
+    assert (result.num_trials, result.target_delta, result.confidence) == (24_000, 0.05, 0.999)
 
 
 def test_ascent_query_that_is_not_charged_is_seen():

@@ -40,7 +40,7 @@ def test_refuted_claim_exits_1_and_says_so(dpmerge, monkeypatch):
         return AuditResult(
             epsilon_lower=1.5,
             epsilon_claimed=1.0,
-            delta=0.01,
+            target_delta=0.01,
             confidence=0.999,
             num_trials=num_trials,
             seconds=max_seconds,
