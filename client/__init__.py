@@ -1,1 +1,1 @@
-"""What runs beside the private records: private fine-tuning, and one signed release."""
+"""What runs beside the private records: private fine-tuning, and one release."""

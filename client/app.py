@@ -14,11 +14,14 @@ from flwr.clientapp import ClientApp
 
 from dpmerge.client.party import append_log, run_party
 from dpmerge.common.config import PartyPlan
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.files import replace_file
-from dpmerge.common.model import load_base
+from dpmerge.common.model import check_length, load_base
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.wire import Outcome, pack_outcome, unpack_terms
+
+PUBLIC_CODES = frozenset({"DPM-101", "DPM-102", "DPM-103", "DPM-104", "DPM-201", "DPM-202", "DPM-204", "DPM-501"})
+"""Refusals whose text is made of the configuration, the assets and public constants alone."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,16 @@ def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
 def answer(site: Site, server_terms: str) -> Outcome:
     """Train, or find the finished release, and return what goes up: its files, or a code and a public sentence.
 
-    Whatever goes wrong, the other parties go on. A refusal that names only the configuration is sent as it is; the
-    text of any other failure could quote a record, so it stays in the party's log and a fixed sentence is sent.
+    Whatever goes wrong, the other parties go on. A refusal that can only name the configuration is sent as it is; the
+    text of any other could quote a record (a column name is one in a file without a header), so it stays in the
+    party's log and a fixed sentence is sent.
     """
     torch.set_num_threads(site.num_threads)
     site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     party = site.plan.party
     try:
         base = load_base(site.plan.base.model)
+        check_length(base, site.plan.base.max_length)
         if terms_hash(site.plan, base.sha256) != server_terms:
             raise DpmergeError(
                 "DPM-204",
@@ -68,7 +73,9 @@ def answer(site: Site, server_terms: str) -> Outcome:
         return Outcome(party, run_party(site.plan, base, site.folder, on_progress=_progress_file(site.folder)))
     except DpmergeError as error:
         append_log(site.folder, traceback.format_exc())
-        return Outcome(party, {}, error.code, f"{error.problem}; {error.fix}")
+        if error.code in PUBLIC_CODES:
+            return Outcome(party, {}, error.code, f"{error.problem}; {error.fix}")
+        return Outcome(party, {}, error.code, f"{CODES[error.code]}; the details are in the party's own party.log")
     except Exception:
         append_log(site.folder, traceback.format_exc())
         return Outcome(party, {}, "DPM-599", "training failed; the traceback is in the party's own party.log")

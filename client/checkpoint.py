@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -21,7 +21,10 @@ from dpmerge.common.files import replace_file
 
 
 def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
-    """Write the state so that a crash leaves either the old file or the new one."""
+    """Write the state so that a crash leaves either the old file or the new one, and overwrite the old one's bytes.
+
+    Noise that is still to come follows from the state: an old checkpoint, recovered from the disk, would tell it all.
+    """
     tensors: dict[str, Tensor] = {"theta": state.theta}
     if state.direction is not None:
         tensors["direction"] = state.direction
@@ -40,7 +43,11 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
         "noise": state.noise.hex(),
     }
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)})
+    old = path.open("r+b") if path.exists() else None
     replace_file(path, data, mode=0o600, durable=True)
+    if old is not None:
+        with old:
+            _zero(old)
 
 
 def load_checkpoint(path: Path, binding: str) -> TrainingState:
@@ -82,7 +89,11 @@ def erase(path: Path) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        file.write(b"\0" * path.stat().st_size)
-        file.flush()
-        os.fsync(file.fileno())
+        _zero(file)
     path.unlink()
+
+
+def _zero(file: BinaryIO) -> None:
+    file.write(b"\0" * os.fstat(file.fileno()).st_size)
+    file.flush()
+    os.fsync(file.fileno())

@@ -118,7 +118,7 @@ class GradientRows:
         if values.dim() < fewest_dims or values.shape[0] != self._num_examples:
             raise DpmergeError(
                 "DPM-502",
-                f"{slot.name} sees a tensor of shape {list(values.shape)} where the batch has {self._num_examples} "
-                "examples, so its gradient cannot be told apart by example",
+                f"{slot.name} sees a tensor whose first dimension is not the batch's examples, so that its gradient "
+                "cannot be told apart by example",
                 "freeze it, or give its module an input per example (for positions, position_ids of the batch's shape)",
             )

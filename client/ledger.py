@@ -29,11 +29,13 @@ class Reservation:
     Attributes:
         id: Random, so that two reservations with equal settings differ.
         binding: SHA-256 over the private data and the configuration; it never leaves the party.
+        charge: ε, δ and the mechanism's numbers, as they were when it was made.
         is_new: Whether it was made just now (nothing of it was used before).
     """
 
     id: str
     binding: str
+    charge: dict[str, Any]
     is_new: bool
 
 
@@ -70,7 +72,7 @@ class Ledger:
         return entries
 
     def head(self) -> str:
-        """Return the hash of the last line: it goes into the release, so that a truncated ledger shows."""
+        """Return the hash of the last line: whoever keeps it can tell that a ledger was truncated."""
         lines = self._path.read_bytes().splitlines() if self._path.exists() else []
         return hashlib.sha256(lines[-1]).hexdigest() if lines else GENESIS
 
@@ -90,14 +92,14 @@ class Ledger:
             open_reservations = _open(self.entries(), dataset)
             for entry in open_reservations:
                 if entry["binding"] == binding:
-                    return Reservation(entry["reservation"], binding, is_new=False)
+                    return Reservation(entry["reservation"], binding, entry["charge"], is_new=False)
             if open_reservations:
                 raise DpmergeError(
                     "DPM-504",
                     f"the data set {dataset!r} has a reservation without a release, for other records or settings",
                     "go on with the records and settings it was made for, or use another folder (a second charge)",
                 )
-            reservation = Reservation(secrets.token_hex(16), binding, is_new=True)
+            reservation = Reservation(secrets.token_hex(16), binding, charge, is_new=True)
             self._append(
                 {
                     "kind": "reserve",
@@ -113,8 +115,16 @@ class Ledger:
         """Return the newest reservation, open or closed, for these data and this configuration."""
         for entry in reversed(self.entries()):
             if entry["kind"] == "reserve" and entry["binding"] == binding:
-                return Reservation(entry["reservation"], binding, is_new=False)
+                return Reservation(entry["reservation"], binding, entry["charge"], is_new=False)
         return None
+
+    def abandon(self) -> None:
+        """Close every open reservation for good: what it charged stays spent, and its training is not gone on with."""
+        with self._lock:
+            entries = self.entries()
+            for dataset in {entry["dataset"] for entry in entries if entry["kind"] == "reserve"}:
+                for entry in _open(entries, dataset):
+                    self._append({"kind": "abandoned", "reservation": entry["reservation"]})
 
     def released(self, reservation: Reservation, release_sha256: str) -> None:
         """Record the release that a reservation paid for. Recording the same one again changes nothing."""
@@ -136,5 +146,5 @@ class Ledger:
 
 
 def _open(entries: list[dict[str, Any]], dataset: str) -> list[dict[str, Any]]:
-    closed = {entry["reservation"] for entry in entries if entry["kind"] == "released"}
+    closed = {entry["reservation"] for entry in entries if entry["kind"] != "reserve"}
     return [e for e in entries if e["kind"] == "reserve" and e["dataset"] == dataset and e["reservation"] not in closed]

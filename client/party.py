@@ -111,7 +111,7 @@ def training_records(source: TaskSource | FileSource) -> Records:
 
 
 def _binding(plan: PartyPlan, base: Base, records: Records) -> str:
-    """Return the SHA-256 over data, configuration and base model that binds a reservation; it never leaves the party."""
+    """Return the SHA-256 over data, configuration and base model that binds a reservation; it stays with the party."""
     digest = hashlib.sha256((plan.fingerprint() + base.sha256).encode())
     columns = [column for column in (records.texts, records.labels, records.users) if column is not None]
     for record in zip(*columns, strict=True):

@@ -248,13 +248,17 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
         place = f"{section}.training" if "expected_batch_size" in party.training else "training"
         complaint = f"exceeds the declared population {population} of party {party.name}"
         raise Refused(place, "expected_batch_size", batch, complaint, "sample at most the population per step")
+    source = _source(party, federation.folder)
+    if isinstance(source, FileSource) and source.test is not None and _same_file(source.path, source.test):
+        fix = "name a public file; accuracy on private records would be a query on them"
+        raise Refused(section, "test", party.test, "is the private data itself", fix)
     return PartyPlan(
         party=party.name,
         base=replace(federation.base, model=_model(federation)),
         lora=federation.lora,
         training=training,
         privacy=privacy,
-        source=_source(party, federation.folder),
+        source=source,
         seed=federation.run.seed,
     )
 
@@ -319,6 +323,12 @@ def _source(party: PartySettings, folder: Path) -> TaskSource | FileSource:
         test=_absolute(folder, party.test) if party.test else None,
         user=party.user,
     )
+
+
+def _same_file(first: str, second: str) -> bool:
+    """Whether two paths are one file, or one split of one folder, through links too."""
+    (place, _, split), (other, _, other_split) = first.partition("::"), second.partition("::")
+    return split == other_split and Path(place).resolve() == Path(other).resolve()
 
 
 def _model(federation: Federation) -> str:

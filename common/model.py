@@ -11,6 +11,7 @@ layer, and training and evaluation go on from there.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 LENGTH_STEP = 4
 """Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
+UNHASHED_SETTINGS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype"})
+"""Settings of a model that say where it lies and who wrote it, not what it computes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class Base:
         name: An alias, a hub id or a folder's own name; never a path, because it is written into every release.
         encoder: A `transformers` model whose output has `last_hidden_state` [n, length, width].
         tokenizer: Its tokenizer.
-        sha256: Hash over every weight's name, shape, dtype and bytes, and over the tokenizer's vocabulary and rules.
+        sha256: Hash over the configuration, every weight's name, shape, dtype and bytes, and the tokenizer's rules.
         layers: Dotted name of the `ModuleList` of transformer layers inside the encoder.
     """
 
@@ -102,6 +105,10 @@ def load_base(name: str) -> Base:
 
 def _base_hash(encoder: nn.Module, tokenizer: Any) -> str:
     digest = hashlib.sha256()
+    # What the forward pass computes depends on the configuration too: heads, norms, activations, positions.
+    config = cast(Any, encoder.config).to_dict()
+    settings = {key: value for key, value in config.items() if key not in UNHASHED_SETTINGS}
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
     for key, value in sorted(encoder.state_dict().items()):
         digest.update(f"{key}|{tuple(value.shape)}|{value.dtype}|".encode())
         digest.update(value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
@@ -149,6 +156,21 @@ def adapted_layers(base: Base, layers: str | Sequence[int]) -> tuple[int, ...]:
             f'use "all", "last:1" to "last:{total}", or indices from 0 to {total - 1}',
         )
     return chosen
+
+
+def check_length(base: Base, max_length: int) -> None:
+    """Refuse token counts that the model has no positions for: else a single long record would stop its party.
+
+    Raises:
+        DpmergeError: DPM-103 with the number of positions.
+    """
+    positions = getattr(base.encoder.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and padded_length(max_length) > positions:
+        raise DpmergeError(
+            "DPM-103",
+            f"base.max_length = {max_length} is more than the {positions} positions of {base.name}",
+            f"choose at most {positions - positions % LENGTH_STEP}",
+        )
 
 
 def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
@@ -313,6 +335,8 @@ def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 def tokenize(base: Base, texts: Sequence[str], max_length: int) -> list[list[int]]:
     """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded."""
+    if not texts:
+        return []  # which tokenizers do not take
     ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)[
         "input_ids"
     ]

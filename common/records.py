@@ -67,10 +67,10 @@ def read_records(
             them aside: two spellings are two users. A record without a user is unusable.
 
     Returns:
-        The usable records in the order of the file.
+        The usable records in the order of the file; there may be none, since whether there is one is private.
 
     Raises:
-        DpmergeError: DPM-203 if the file cannot be read, a column is missing or not one record is usable.
+        DpmergeError: DPM-203 if the file cannot be read or a column is missing.
 
     Deviations:
         `labels` has no default: a set of labels read off private records would itself be private.
@@ -81,19 +81,20 @@ def read_records(
             raise _missing_column(path, key, name, columns)
     index = {name: position for position, name in enumerate(labels)}
     usable = [
-        (content.strip(), index[kind], owner)
+        (_encodable(content.strip()), index[kind], owner)
         for content, kind, owner in ((row.get(text), str(row.get(label)).strip(), _owner(row, user)) for row in rows)
         if isinstance(content, str) and content.strip() and kind in index and owner is not None
     ]
-    if not usable:
-        problem = f"no record of {path} has a text in column {text!r} and one of {', '.join(index)} in column {label!r}"
-        problem += "" if user is None else f", and a user in column {user!r}"
-        raise DpmergeError("DPM-203", problem, f"check text, label and labels; the columns are {_some(columns)}")
-    texts, classes, owners = zip(*usable, strict=True)
+    texts, classes, owners = zip(*usable, strict=True) if usable else ((), (), ())
     if user is None:
         return Records(texts, classes)
     numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     return Records(texts, classes, tuple(numbers[owner] for owner in owners))
+
+
+def _encodable(text: str) -> str:
+    """Put a question mark where a lone surrogate stands, on which a tokenizer would stop."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def _owner(row: Mapping[str, Any], user: str | None) -> str | None:
@@ -113,8 +114,6 @@ def _read_table(path: str | Path) -> Table:
             return _read_folder(source, split)
         if source.suffix.lower() in READERS and not mark:
             return READERS[source.suffix.lower()](source)
-    except UnicodeDecodeError:
-        raise DpmergeError("DPM-203", f"{path} is not encoded in UTF-8", "save it as UTF-8") from None
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
         raise DpmergeError("DPM-203", problem, "check the path and the permissions") from None
@@ -131,7 +130,7 @@ def _read_csv(path: Path) -> Table:
     """Read a CSV file; the separator is the one that makes the most of the header line."""
     previous = csv.field_size_limit(MAX_FIELD_CHARACTERS)
     try:
-        with path.open(encoding="utf-8-sig", newline="") as stream:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
             header = stream.readline()
             delimiter = max(DELIMITERS, key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
             stream.seek(0)
@@ -144,12 +143,13 @@ def _read_csv(path: Path) -> Table:
 
 def _read_json(path: Path) -> Table:
     """Read one JSON object per line, or one array of objects; whatever is no object counts as an unusable record."""
-    content = path.read_text(encoding="utf-8-sig")
+    content = path.read_text(encoding="utf-8-sig", errors="replace")
     rows: list[Any] = []
-    for part in [content] if content.lstrip().startswith("[") else content.split("\n"):
+    is_array = path.suffix.lower() == ".json" and content.lstrip().startswith("[")
+    for part in [content] if is_array else content.split("\n"):
         try:
             parsed = json.loads(part)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         rows += parsed if isinstance(parsed, list) else [parsed]
     return _table(row for row in rows if isinstance(row, dict))

@@ -12,6 +12,7 @@ from typing import Literal
 import rfc8785
 
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head, zero_linear_head
 from dpmerge.common.model import Base
 from dpmerge.common.records import Records, read_records
@@ -38,7 +39,11 @@ def public_test_records(source: TaskSource | FileSource) -> Records | None:
         return load_task(source.task).test
     if source.test is None:
         return None
-    return read_records(source.test, text=source.text, label=source.label, labels=source.labels)
+    records = read_records(source.test, text=source.text, label=source.label, labels=source.labels)
+    if not len(records):
+        fix = "check text, label and labels, or leave test out"
+        raise DpmergeError("DPM-203", f"the public test file {source.test} has no usable record", fix)
+    return records
 
 
 def terms_hash(plan: PartyPlan, base_sha256: str) -> str:

@@ -21,7 +21,7 @@ from dpmerge.client.party import training_records
 from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head
-from dpmerge.common.model import Base, adapted_layers, load_base
+from dpmerge.common.model import Base, adapted_layers, check_length, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import to_files, write_files
 from dpmerge.common.sources import label_descriptions, public_test_records, task_name, terms_hash
@@ -74,6 +74,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
+        check_length(base, plans[0].base.max_length)
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
         _open_run(out, federation, mode)
@@ -163,9 +164,8 @@ def _row(
     """Return one party's line: what its statement says, what was measured, or why there is nothing."""
     adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
     if adapter is None or merged is None:
-        code, reason = collection.refused.get(
-            plan.party, ("DPM-599", "; ".join(["no reply came", *collection.nameless]))
-        )
+        silence = ("DPM-599", "; ".join(["no reply came", *collection.nameless]))
+        code, reason = collection.refused.get(plan.party, silence)
         return PartyResult(
             party=plan.party,
             task=task_name(plan),

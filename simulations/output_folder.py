@@ -5,9 +5,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from dpmerge.client.ledger import Ledger
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
 
 MARKER = ".dpmerge"  # an empty file that says: this folder belongs to a run, finished or not; a name no one else uses
+
+LEDGERS = "parties/*/ledger.jsonl"
 
 Mode = Literal["new", "overwrite", "resume"]
 
@@ -44,16 +48,24 @@ def check_output(folder: Path, mode: Mode, inputs: Iterable[Path] = ()) -> None:
 
 
 def prepare_output(folder: Path, mode: Mode) -> None:
-    """Make the folder ready and mark it; with `overwrite`, remove the old run first.
+    """Make the folder ready and mark it; with `overwrite`, remove the old run first, but not what it has spent.
+
+    Each party's ledger is kept. A training that was charged and never released is closed in it as abandoned: it stays
+    spent, and the new run is a charge of its own.
 
     Raises:
         DpmergeError: As `check_output`, and DPM-301 if the folder cannot be written.
     """
     check_output(folder, mode)
     try:
+        ledgers = {path.relative_to(folder): path.read_bytes() for path in folder.glob(LEDGERS)}
         if mode == "overwrite" and folder.is_dir():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).touch()
+        for path, content in ledgers.items() if mode == "overwrite" else ():
+            (folder / path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(folder / path, content, mode=0o600, durable=True)
+            Ledger(folder / path).abandon()
     except OSError as problem:
         raise DpmergeError("DPM-301", f"{folder} cannot be written: {problem.strerror}", "give another --out") from None

@@ -51,3 +51,15 @@ def test_checkpoint_is_bound_owner_only_and_erased(tmp_path):
     erase(path)
     erase(path)
     assert not path.exists()
+
+
+def test_a_replaced_checkpoint_is_zeroed_on_the_disk(tmp_path):
+    """Noise to come follows from a state: the bytes of an old one must not wait for whoever undeletes them."""
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, _state("adam", torch.randn(4)), "binding")
+    with path.open("rb") as old:
+        assert b"noise" in old.read()
+        save_checkpoint(path, _state("adam", torch.randn(4)), "binding")
+        old.seek(0)
+        assert set(old.read()) == {0}
+    assert load_checkpoint(path, "binding").step == 3

@@ -367,7 +367,7 @@ def test_losses_are_one_per_example() -> None:
             gradients.compute(bad)
     with pytest.raises(ValueError, match="no gradient"):
         gradients.compute(lambda: torch.ones(3))
-    with pytest.raises(DpmergeError, match=r"weight sees a tensor of shape \[3, 2\] where the batch has 2"):
+    with pytest.raises(DpmergeError, match=r"weight sees a tensor of shape \[3, 2\] "):
         gradients.compute(lambda: model(x).sum(1)[:2])
     assert gradients.compute(lambda: model(x).sum(1)).shape == (3, 10)  # a refused call leaves nothing behind
 
@@ -378,7 +378,7 @@ def test_a_refused_pass_leaves_nothing_behind() -> None:
     with PerExampleGradients(nn.ModuleList([first, second])) as gradients:
         clean = gradients.compute(lambda: second(x[:3]).sum(1))
         with pytest.raises(
-            DpmergeError, match=r"0\.weight sees a tensor of shape \[6, 4\]"
+            DpmergeError, match=r"0\.weight sees a tensor whose first dimension"
         ):  # after second's part is done
             gradients.compute(lambda: second(first(x).view(3, 2, 4)).sum((1, 2)))
         assert torch.equal(gradients.compute(lambda: second(x[:3]).sum(1)), clean)

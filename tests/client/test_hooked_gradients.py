@@ -237,11 +237,11 @@ def nested(inner: nn.Module) -> nn.Module:
         (Scale(), lambda m, x: m(x).sum(1) + (x * m.weight).sum(1), "outside its module's forward as well"),
         (Scale(), lambda m, x: (x * m.weight).sum(1), "outside its module's forward"),
         (Scale(), lambda m, x: m(x=x).sum(1), "first positional"),
-        (Scale(), lambda m, x: m(torch.cat([x, x])).sum(1)[:3], r"sees a tensor of shape \[6, 4\]"),
+        (Scale(), lambda m, x: m(torch.cat([x, x])).sum(1)[:3], "first dimension is not"),
         (
             nn.Embedding(4, 2),
             lambda m, x: (x[:, :2] * m(torch.arange(1))).sum(1),
-            r"sees a tensor of shape \[1, 4, 2\]",
+            "first dimension is not",
         ),
         (with_buffer(), None, "has buffers"),
         (nn.BatchNorm1d(4).eval(), None, "has buffers"),

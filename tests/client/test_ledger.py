@@ -72,3 +72,12 @@ def test_concurrent_reservations_keep_the_chain(tmp_path):
     entries = Ledger(path).entries()
     assert sorted(entry["dataset"] for entry in entries) == ["d0", "d1", "d2", "d3"]
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_abandoned_trainings_stay_spent_and_are_not_gone_on_with(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    first = _reserve(ledger)
+    ledger.abandon()
+    ledger.abandon()
+    assert _reserve(ledger).id != first.id
+    assert [entry["kind"] for entry in ledger.entries()] == ["reserve", "abandoned", "reserve"]

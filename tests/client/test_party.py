@@ -295,3 +295,30 @@ def test_a_physical_batch_below_the_expected_one_is_said_in_the_partys_log(plan,
     assert log.stat().st_mode & 0o077 == 0
     for key, value in whole.adapter.items():
         torch.testing.assert_close(parts.adapter[key], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("content", ["body,stars\n", "body,stars\nfine,9\n", "body,stars\n\ud800,1\n"])
+def test_a_party_releases_however_few_of_its_records_are_usable(plan, tmp_path, content):
+    """Trap 7: whether the last usable record is there must not show, so none at all is trained on like any other."""
+    data = tmp_path / "few.csv"
+    data.write_bytes(content.encode("utf-8", errors="surrogatepass"))
+    release = release_from_files(
+        release_of(replace(plan, source=replace(plan.source, path=str(data))), tmp_path / "a"), "shop"
+    )
+    assert release.statement["epsilon"] <= 4.0
+
+
+def test_a_changed_base_model_or_accounting_is_not_gone_on_with(plan, tmp_path, monkeypatch):
+    def kill(stage, _done, _total):
+        if stage == "training":
+            raise Killed
+
+    with pytest.raises(Killed):
+        release_of(plan, tmp_path / "a", on_progress=kill)
+    other = replace(load_base(plan.base.model), sha256="0" * 64)
+    with pytest.raises(DpmergeError, match="DPM-504"):
+        run_party(plan, other, tmp_path / "a")
+    build = party_module.build_statement
+    monkeypatch.setattr(party_module, "build_statement", lambda *a, **k: {**build(*a, **k), "accountant": "another"})
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        release_of(plan, tmp_path / "a")

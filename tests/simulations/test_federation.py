@@ -75,9 +75,9 @@ def simulate(path: Path, out: Path, *options: str) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def first_run(tmp_path_factory, product_files):
-    """One run in which the party "late" has no usable record."""
+    """One run in which the party "late" has a file without the named columns."""
     folder = tmp_path_factory.mktemp("federation")
-    (folder / "late.csv").write_text("body,stars\nsome text,3\n")
+    (folder / "late.csv").write_text("some text,3\nI am the second record,1\n")  # no header: columns are a record
     path = write_federation(folder, *product_files)
     process = simulate(path, folder / "run")
     assert process.returncode == 1, process.stderr  # one party failed, the run finished

@@ -1,0 +1,81 @@
+"""What crosses the boundary when a party fails: a code and a sentence about the configuration, never a record."""
+
+import pytest
+
+from dpmerge.client import app
+from dpmerge.client.app import Site, answer
+from dpmerge.common.config import parse_federation, party_plan
+from dpmerge.common.errors import CODES, DpmergeError
+from dpmerge.common.model import load_base
+from dpmerge.common.sources import terms_hash
+
+SECRET = "I am John Smith"
+
+
+@pytest.fixture(scope="module")
+def terms():
+    return load_base("minilm-l3").sha256
+
+
+def site(tmp_path, data):
+    text = f"""
+    [base]
+    model = "minilm-l3"
+    max_length = 16
+    [training]
+    expected_batch_size = 2
+    [[party]]
+    name = "shop"
+    data = "{data}"
+    text = "body"
+    label = "stars"
+    labels = {{ "1" = "bad", "5" = "good" }}
+    population = 4
+    epsilon = 1.0
+    """
+    return Site(party_plan(parse_federation(text, "t.toml"), "shop"), tmp_path / "shop", 1)
+
+
+def test_a_file_without_header_does_not_send_its_first_record(tmp_path, terms):
+    (tmp_path / "d.csv").write_text(f"{SECRET},1\nanother,5\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+    outcome = answer(where, terms_hash(where.plan, terms))
+    assert outcome.code == "DPM-203"
+    assert SECRET not in outcome.reason
+    assert SECRET in (where.folder / "party.log").read_text()
+    assert (where.folder / "party.log").stat().st_mode & 0o077 == 0
+
+
+def test_an_unforeseen_failure_sends_a_fixed_sentence(tmp_path, terms, monkeypatch):
+    (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+
+    def fail(*_args, **_kwargs):
+        raise KeyError(SECRET)
+
+    monkeypatch.setattr(app, "run_party", fail)
+    outcome = answer(where, terms_hash(where.plan, terms))
+    assert (outcome.code, outcome.files) == ("DPM-599", {})
+    assert SECRET not in outcome.reason
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_only_refusals_about_the_configuration_are_sent_in_words(tmp_path, terms, monkeypatch, code):
+    (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+
+    def refuse(*_args, **_kwargs):
+        raise DpmergeError(code, SECRET, "do something")
+
+    monkeypatch.setattr(app, "run_party", refuse)
+    outcome = answer(where, terms_hash(where.plan, terms))
+    assert outcome.code == code
+    assert (SECRET in outcome.reason) == (code in app.PUBLIC_CODES)
+    assert {"DPM-203", "DPM-302", "DPM-502", "DPM-503", "DPM-504", "DPM-599"}.isdisjoint(app.PUBLIC_CODES)
+
+
+def test_a_server_with_other_terms_gets_no_training(tmp_path):
+    (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+    assert answer(where, "0" * 64).code == "DPM-204"
+    assert not (where.folder / "ledger.jsonl").exists()
