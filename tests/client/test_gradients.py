@@ -367,7 +367,7 @@ def test_losses_are_one_per_example() -> None:
             gradients.compute(bad)
     with pytest.raises(ValueError, match="no gradient"):
         gradients.compute(lambda: torch.ones(3))
-    with pytest.raises(DpmergeError, match=r"weight sees a tensor of shape \[3, 2\] "):
+    with pytest.raises(DpmergeError, match="weight sees a tensor whose first dimension"):
         gradients.compute(lambda: model(x).sum(1)[:2])
     assert gradients.compute(lambda: model(x).sum(1)).shape == (3, 10)  # a refused call leaves nothing behind
 
