@@ -6,8 +6,8 @@ A release is a folder that `peft.PeftModel.from_pretrained` opens as it is, plus
     adapter_model.safetensors  LoRA factors under PEFT's own keys, fp32
     head.safetensors           "<party>.weight" and "<party>.bias"; kind, labels and feature scale in the metadata
     statement.json             the privacy statement; a merged model has merge.json in its place
-    signature.json             optional; signs the release's hash
-    README.md                  optional model card
+    signature.json             arrives later; signs the release's hash
+    README.md                  arrives later; a model card
 
 The same release always becomes the same bytes: keys are sorted, nothing carries a time. Nothing here is ever a pickle.
 """

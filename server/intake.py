@@ -20,6 +20,8 @@ from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
 from dpmerge.server.merging.lowrank import gram, total_norm
 
+CHECKED = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT})
+"""All that a party may send: a file that nobody checks would reach the spool, and whoever reads that, unseen."""
 HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
 RESEND = "train with the federation's settings and send that release"
 
@@ -84,6 +86,9 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     if total > expectation.max_bytes or len(files) > len(FILES):
         problem = f"{party}: {len(files)} files of {total} bytes"
         raise ReleaseRefused("size", problem, f"send at most {expectation.max_bytes} bytes")
+    for name in sorted(files.keys() & (FILES - CHECKED)):
+        problem = f"{party}: {name!r} is part of the format, but nothing checks it yet"
+        raise ReleaseRefused("unknown-file", problem, f"send only {', '.join(sorted(CHECKED))}")
     release = release_from_files(files, party)
     if release.party != party:
         raise ReleaseRefused("party-mismatch", f"{party}: {STATEMENT} is of {release.party!r}", RESEND)
