@@ -199,6 +199,14 @@ def test_sources_say_where_the_records_are(tmp_path):
     assert party_plan(federation, "x").source == TaskSource(task="trec6")
 
 
+def test_private_data_is_no_test_file_under_any_path(tmp_path):
+    (tmp_path / "reviews.csv").write_text("text,label\n")
+    (tmp_path / "link.csv").symlink_to(tmp_path / "reviews.csv")
+    for test in ("reviews.csv", "./reviews.csv", "link.csv"):
+        with pytest.raises(DpmergeError, match=r"DPM-103: party\[0\]\.test = .* is the private data itself"):
+            parse_federation(BASE + EPSILON + PARTY + f'test = "{test}"\n', "f.toml", folder=tmp_path)
+
+
 def test_users_are_named_by_the_party_and_protected_by_the_plan():
     own = plan(BASE + EPSILON + 'unit = "user"\n' + PARTY + 'user = "author"')
     assert (own.privacy.unit, own.source.user) == ("user", "author")
