@@ -1,7 +1,12 @@
-"""The Flower ServerApp: one message down, one reply up; a release is on disk before the next is looked at."""
+"""The Flower ServerApp: one message down, one reply up; a release is on disk before the next is looked at.
+
+Who a reply is of, only the reply says: until releases are signed, a node may speak in another party's name, once. What
+is refused, and why, stands in the server's results; nothing is sent back to the party.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +21,15 @@ from dpmerge.server.spool import Spool
 
 POLL_SECONDS = 0.2
 
+# Fixed sentences: the texts of errors could hold anything, and these stand in the results of other parties too.
+NO_REPLY = "a party's process ended without a reply"
+SECOND_REPLY = "a node replied a second time and was not heard"
+NOT_JUDGED = (
+    "the checks could not judge this release; train with the federation's version and send its release as it is"
+)
+
+_log = logging.getLogger("flwr")  # Flower's log is the server's
+
 
 @dataclass
 class Collection:
@@ -25,11 +39,13 @@ class Collection:
         accepted: Party → hash of the release in the spool.
         refused: Party → (code, reason).
         nameless: What is known of replies that do not say whose they are.
+        nodes: Flower nodes that have replied; each is heard once.
     """
 
     accepted: dict[str, str] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
     nameless: list[str] = field(default_factory=list)
+    nodes: set[int] = field(default_factory=set)
 
 
 def server_app(
@@ -73,11 +89,17 @@ def server_app(
 def judge(reply: Message, expectation: Expectation, spool: Spool, collection: Collection) -> str:
     """Validate one reply, spool it or note why not, and return the party's name ("" if the reply does not say).
 
-    One party's bad release never touches another's: every refusal is caught here and recorded under the party.
+    One party's bad release never touches another's: every refusal is caught here and recorded under the party that
+    the reply names.
     """
-    if reply.has_error():
-        collection.nameless.append(f"a party's process ended without a reply ({reply.error.reason})")
+    if reply.has_error():  # from the node or, where that is gone, from Flower itself
+        collection.nameless.append(NO_REPLY)
         return ""
+    node = reply.metadata.src_node_id
+    if node in collection.nodes:
+        collection.nameless.append(SECOND_REPLY)
+        return ""
+    collection.nodes.add(node)
     try:
         outcome = unpack_outcome(reply.content)
     except ValueError as error:
@@ -87,6 +109,9 @@ def judge(reply: Message, expectation: Expectation, spool: Spool, collection: Co
         accept(outcome, expectation, spool, collection)
     except DpmergeError as error:
         collection.refused[outcome.party] = (error.code, f"{error.problem}; {error.fix}")
+    except Exception:  # a defect of the checks, found by one party's bytes, must not cost the others their only upload
+        _log.exception("the reply of party %r could not be judged", outcome.party)
+        collection.refused[outcome.party] = ("DPM-401", NOT_JUDGED)
     return outcome.party
 
 
