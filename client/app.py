@@ -16,8 +16,9 @@ from dpmerge.client.party import append_log, run_party
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.files import replace_file
-from dpmerge.common.model import check_length, load_base
+from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
+from dpmerge.common.split_encoder import check_length
 from dpmerge.common.wire import Outcome, pack_outcome, unpack_terms
 
 PUBLIC_CODES = frozenset({"DPM-101", "DPM-102", "DPM-103", "DPM-104", "DPM-201", "DPM-202", "DPM-204", "DPM-501"})

@@ -33,20 +33,13 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.heads import head_module, pad
+from dpmerge.common.heads import head_module
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import (
-    Base,
-    SplitEncoder,
-    adapted_layers,
-    adapter_config,
-    attach_lora,
-    padded_length,
-    tokenize,
-)
+from dpmerge.common.model import Base, adapted_layers, adapter_config, attach_lora
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
+from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
 from dpmerge.common.statement import build_statement
 from dpmerge.common.tasks import load_task
 

@@ -25,8 +25,8 @@ from dpmerge.common.alignment import LoraView, pull
 from dpmerge.common.config import TrainingSettings
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import SplitEncoder, pool
 from dpmerge.common.optimizer import make_optimizer, scheduled
+from dpmerge.common.split_encoder import SplitEncoder, pool
 
 
 class Classifier(nn.Module):

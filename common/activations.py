@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpmerge.common.heads import pad
-from dpmerge.common.model import Base, SplitEncoder, padded_length, tokenize
+from dpmerge.common.model import Base
+from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
 
 ENCODE_BATCH = 64
 """Records per forward pass through the trunk."""

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from dpmerge.common.model import Base, SplitEncoder, padded_length, pool, tokenize
+from dpmerge.common.model import Base
 from dpmerge.common.release import Head
+from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, pool, tokenize
 
 FEATURE_SCALE = 8.0
 """Norm of the features that a head sees."""
@@ -67,17 +68,3 @@ def head_module(head: Head) -> nn.Linear:
 def logits(features: Tensor, head: Head) -> Tensor:
     """Return class scores [n, classes] of unit-norm features [n, width]."""
     return nn.functional.linear(head.feature_scale * features, head.weight, head.bias)
-
-
-def pad(rows: list[list[int]], pad_token_id: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and attention mask, both [n, length] int64, padded on the right.
-
-    >>> pad([[5, 6], [7]], 0, 3)[1].tolist()
-    [[1, 1, 0], [1, 0, 0]]
-    """
-    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), length), dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
-        mask[index, : len(row)] = 1
-    return ids, mask

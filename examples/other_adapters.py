@@ -18,9 +18,10 @@ from dpmerge.client.noise import SecureNoise
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.common.accounting import calibrate, epsilon_pld
-from dpmerge.common.heads import label_text_head, logits, pad
-from dpmerge.common.model import Base, load_base, pool, tokenize
+from dpmerge.common.heads import label_text_head, logits
+from dpmerge.common.model import Base, load_base
 from dpmerge.common.records import Records
+from dpmerge.common.split_encoder import pad, pool, tokenize
 from dpmerge.common.tasks import TASKS, load_task
 
 TASK, MODEL, NUM_TOKENS = "product", "minilm-l3", 16

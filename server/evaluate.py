@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dpmerge.common.activations import Activations
 from dpmerge.common.heads import logits
-from dpmerge.common.model import Base, SplitEncoder, pool
+from dpmerge.common.model import Base
 from dpmerge.common.records import Records
 from dpmerge.common.release import Head
+from dpmerge.common.split_encoder import SplitEncoder, pool
 
 EVALUATION_BATCH = 64
 

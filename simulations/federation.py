@@ -21,10 +21,11 @@ from dpmerge.client.party import training_records
 from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head
-from dpmerge.common.model import Base, adapted_layers, check_length, load_base
+from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import to_files, write_files
 from dpmerge.common.sources import label_descriptions, public_test_records, task_name, terms_hash
+from dpmerge.common.split_encoder import check_length
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate

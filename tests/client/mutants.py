@@ -17,7 +17,7 @@ from dpmerge.client.keystream import Keystream
 from dpmerge.client.noise import SecureNoise
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
-from dpmerge.common.model import pool
+from dpmerge.common.split_encoder import pool
 
 from .checks import seeded
 

@@ -18,7 +18,8 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.config import LoraSettings, TrainingSettings
 from dpmerge.common.heads import head_module, zero_linear_head
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import SplitEncoder, attach_lora, load_base
+from dpmerge.common.model import attach_lora, load_base
+from dpmerge.common.split_encoder import SplitEncoder
 
 TEXTS = (
     "a fine and quiet book",

@@ -5,16 +5,8 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.config import LoraSettings
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head, logits, zero_linear_head
-from dpmerge.common.model import (
-    SplitEncoder,
-    adapted_layers,
-    attach_lora,
-    load_base,
-    lora_shapes,
-    pool,
-    shared_a,
-    target_modules,
-)
+from dpmerge.common.model import adapted_layers, attach_lora, load_base, lora_shapes, shared_a, target_modules
+from dpmerge.common.split_encoder import SplitEncoder, pool
 
 TEXTS = [
     "a fine film",

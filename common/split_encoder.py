@@ -1,0 +1,140 @@
+"""Texts to tokens to features, through an encoder that is cut below the first adapted layer.
+
+The cut rests on one fact: with adapters in the top layers only, whatever lies below is the same function of a record
+before, during and after training. A record is therefore encoded once up to the first adapted layer, and training and
+evaluation go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.model import Base
+
+LENGTH_STEP = 4
+"""Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
+
+
+class _Replace(nn.Module):
+    """Stands where the trunk was: returns the given hidden states whatever comes in."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+class _Record(nn.Module):
+    """Stands above the trunk: keeps the hidden states that come in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        self.hidden = hidden_states
+        return hidden_states
+
+
+class SplitEncoder:
+    """An encoder run in two halves that meet at the input of the first adapted layer.
+
+    Masks, positions and the final norm stay the model's own: each half runs the model's own forward with the other
+    half's layers exchanged for a stand-in.
+    """
+
+    def __init__(self, encoder: nn.Module, layers: str, first: int) -> None:
+        """Split `encoder`, bare or wrapped by PEFT, at index `first` of the layer stack of that dotted name."""
+        inner = encoder.get_base_model() if isinstance(encoder, PeftModel) else encoder
+        parent, _, self._attribute = layers.rpartition(".")
+        self._encoder = cast(nn.Module, inner)
+        self._parent = self._encoder.get_submodule(parent)
+        self._stack = cast(nn.ModuleList, getattr(self._parent, self._attribute))
+        self.first = first
+
+    @contextmanager
+    def _layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
+        setattr(self._parent, self._attribute, nn.ModuleList(layers))
+        try:
+            yield
+        finally:
+            setattr(self._parent, self._attribute, self._stack)
+
+    @torch.no_grad()
+    def trunk(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Run the layers below the split: token ids [n, length] → hidden states [n, length, width]."""
+        record = _Record()
+        with self._layers([*self._stack[: self.first], record]):
+            self._encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return cast(Tensor, record.hidden)
+
+    def top(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
+        """Run the split's upper half: hidden states [n, length, width] → last hidden state [n, length, width]."""
+        placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with self._layers([_Replace(hidden), *self._stack[self.first :]]):
+            output = self._encoder(input_ids=placeholder, attention_mask=attention_mask)
+        return cast(Tensor, output.last_hidden_state)
+
+
+def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    """Mean over a record's own tokens, scaled to unit norm: [n, length, width], [n, length] → [n, width]."""
+    weights = attention_mask.unsqueeze(-1).to(last_hidden.dtype)
+    mean = (last_hidden * weights).sum(1) / weights.sum(1).clamp_min(1.0)
+    return nn.functional.normalize(mean, dim=-1)
+
+
+def tokenize(base: Base, texts: Sequence[str], max_length: int) -> list[list[int]]:
+    """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded."""
+    if not texts:
+        return []  # which tokenizers do not take
+    ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)[
+        "input_ids"
+    ]
+    return ids
+
+
+def padded_length(num_tokens: int) -> int:
+    """Round a token count up to the next multiple of `LENGTH_STEP`.
+
+    >>> padded_length(9), padded_length(12)
+    (12, 12)
+    """
+    return max(LENGTH_STEP, -(-num_tokens // LENGTH_STEP) * LENGTH_STEP)
+
+
+def pad(rows: list[list[int]], pad_token_id: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return token ids and attention mask, both [n, length] int64, padded on the right.
+
+    >>> pad([[5, 6], [7]], 0, 3)[1].tolist()
+    [[1, 1, 0], [1, 0, 0]]
+    """
+    ids = torch.full((len(rows), length), pad_token_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), length), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row, dtype=torch.long)
+        mask[index, : len(row)] = 1
+    return ids, mask
+
+
+def check_length(base: Base, max_length: int) -> None:
+    """Refuse token counts that the model has no positions for: else a single long record would stop its party.
+
+    Raises:
+        DpmergeError: DPM-103 with the number of positions.
+    """
+    positions = getattr(base.encoder.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and padded_length(max_length) > positions:
+        raise DpmergeError(
+            "DPM-103",
+            f"base.max_length = {max_length} is more than the {positions} positions of {base.name}",
+            f"choose at most {positions - positions % LENGTH_STEP}",
+        )
