@@ -198,6 +198,8 @@ def _check_independent(
     Raises:
         DpmergeError: DPM-502 if an example's gradient depends on its company.
     """
+    if gradients.capacity < 2:
+        return  # batches of one: no example has company
     rows = tokenize(base, list(label_descriptions(plan.source).values()), plan.base.max_length)
     ids, mask = pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
     hidden, labels = split.trunk(ids, mask), torch.arange(len(rows))
