@@ -8,7 +8,7 @@ from typing import Any
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.model import Base, adapter_config, lora_shapes, shared_a
 from dpmerge.common.release import adapter_key
-from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head
+from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
 from dpmerge.server.intake import Expectation, PartyTerms
 
 
@@ -50,6 +50,7 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "sharpness": training.sharpness,
         "ascent_sampling": training.ascent_sampling,
         "privacy_unit": privacy.unit,
+        "task": task_name(plan),
         "labels": list(label_descriptions(plan.source)),
         "training": public_settings(plan),
         "noise_seed": noise_origin(plan),

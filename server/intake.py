@@ -1,8 +1,10 @@
 """What the server accepts: every byte of a release is checked against what the federation agreed on.
 
-One party's bad release is refused under a reason that the party sees (`common/untrusted.py`); the others go on. Cheap
-checks come first, and nothing is parsed before its size is known. The server cannot prove that a party really added
-noise: it checks that the statement's numbers fit each other and the agreement.
+One party's bad release is refused for a reason (`common/untrusted.py`) that stands in the server's results only; the
+party is not told. The others go on. Cheap checks come first, and nothing is parsed before its size is known.
+
+Two things the server cannot know. Who sent a release: the party is whom the reply names, until releases are signed. And
+whether a party really added noise: only that the statement's numbers fit each other, the tensors and the agreement.
 """
 
 import math
@@ -72,7 +74,8 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     """Check a party's files and return the release that they hold.
 
     Args:
-        party: Who sent them, as the transport knows it.
+        party: Whose they are, as the sender says: until releases are signed, any node may name any party. The
+            statement and the head must name the same one.
         files: File name → bytes.
         expectation: What the federation agreed on.
 
@@ -96,7 +99,7 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     _check_tensors(release, expectation)
     _check_norm(release, expectation)
     _check_head(release, terms.head, expectation.max_head_norm)
-    _check_statement(release, terms, expectation.base_sha256)
+    _check_statement(release, terms, expectation)
     return release
 
 
@@ -161,15 +164,16 @@ def _check_head(release: Release, expected: Head, max_norm: float) -> None:
         raise ReleaseRefused("norm", f"{where}: larger than {max_norm:g}", "train with a smaller step")
 
 
-def _check_statement(release: Release, terms: PartyTerms, base_sha256: str) -> None:
+def _check_statement(release: Release, terms: PartyTerms, expectation: Expectation) -> None:
     where, statement = f"{release.party}: {STATEMENT}", release.statement
-    if statement.get("base_sha256") != base_sha256:
+    if statement.get("base_sha256") != expectation.base_sha256:
         raise ReleaseRefused("base-mismatch", f"{where}: base_sha256 = {statement.get('base_sha256')!r}", RESEND)
     try:
         mechanism = mechanism_from_statement(statement)
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
-    for name, wanted in sorted(terms.mechanism.items()):
+    agreed = {**terms.mechanism, "num_coordinates": _num_coordinates(terms.head, expectation)}
+    for name, wanted in sorted(agreed.items()):
         if statement.get(name) != wanted:
             problem = f"{where}: {name} = {statement.get(name)!r} is not {wanted!r}"
             raise ReleaseRefused("statement-terms", problem, RESEND)
@@ -182,3 +186,11 @@ def _check_statement(release: Release, terms: PartyTerms, base_sha256: str) -> N
         check_statement(statement)  # last: it composes the privacy loss again, which takes a second
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
+
+
+def _num_coordinates(head: Head, expectation: Expectation) -> int:
+    """Return the length of the trainable vector: every LoRA tensor that is not shared, and a linear head."""
+    trained = [shape for key, shape in expectation.shapes.items() if key not in expectation.shared_a]
+    if head.kind == "linear":
+        trained += [tuple(tensor.shape) for tensor in (head.weight, head.bias) if tensor is not None]
+    return sum(math.prod(shape) for shape in trained)

@@ -26,6 +26,7 @@ STEM = "base_model.model.layer.0.query"
 A, B = f"{STEM}.lora_A.weight", f"{STEM}.lora_B.weight"
 AGREED = {"population": 2800, "expected_batch_size": 128, "num_steps": 40, "l2_clip_norm": 1.0, "target_delta": 1e-5}
 AGREED |= {"sharpness": "sat", "noise": "fast", "private": True}
+NUM_TRAINED = 4 * 2 + 2 * 5 + 2  # B, and the linear head's weight and bias
 AGREED_NOISE_SEED = {"noise_seed": "operating system"}
 BASE = "ab" * 32
 CONFIG_FIELDS = {
@@ -39,9 +40,10 @@ CONFIG_FIELDS = {
 }
 
 
-def release(party: str, *, private: bool = True) -> Release:
+def release(party: str, *, private: bool = True, num_coordinates: int = NUM_TRAINED) -> Release:
     sigma = 1.3 if private else 0.0
-    mechanism = Mechanism(noise_multiplier=sigma, **(AGREED | {"private": private}))  # type: ignore[arg-type]
+    settings: dict[str, Any] = AGREED | {"private": private, "num_coordinates": num_coordinates}
+    mechanism = Mechanism(noise_multiplier=sigma, **settings)
     statement = build_statement(
         mechanism,
         cross_check(mechanism),
@@ -159,6 +161,11 @@ HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "larger clip": ("statement-terms", edit(STATEMENT, l2_clip_norm=2.0)),
     "larger delta": ("statement-terms", edit(STATEMENT, target_delta=1e-3)),
     "other noise": ("statement-terms", edit(STATEMENT, noise="secure", num_coordinates=8)),
+    "fewer coordinates": ("statement-terms", edit(STATEMENT, num_coordinates=NUM_TRAINED - 1)),
+    "no coordinates": ("statement-terms", edit(STATEMENT, num_coordinates=0)),
+    "an epsilon that is no float": ("json", edit(STATEMENT, epsilon=-(10**400))),
+    "a claim in other words": ("statement-inconsistent", edit(STATEMENT, trust_model="Trust the server.")),
+    "half a surrogate pair": ("json", edit(STATEMENT, tuning_disclosure="\ud800")),
     "noise from a test seed": ("statement-terms", edit(STATEMENT, noise_seed="test")),
     "a version that is none": ("config", edit(CONFIG, peft_version=[1])),
     "not private": (
@@ -208,7 +215,7 @@ def test_a_stranger_is_refused(good: Files, expectation: Expectation) -> None:
 def test_a_label_text_head_must_be_the_label_texts(expectation: Expectation) -> None:
     terms = replace(expectation.parties["shop"], head=head("label-text"))
     agreed = replace(expectation, parties={"shop": terms})
-    files = to_files(replace(release("shop"), heads={"shop": head("label-text")}))
+    files = to_files(replace(release("shop", num_coordinates=8), heads={"shop": head("label-text")}))
     validate("shop", files, agreed)
     validate("shop", scaled("shop.weight", 1.00001, HEAD)(files), agreed)
     with pytest.raises(ReleaseRefused, match="embeddings"):
@@ -226,7 +233,10 @@ def test_without_privacy_only_where_agreed(good: Files, expectation: Expectation
 
 
 def test_a_trained_a_is_bound_by_shape_only(good: Files, expectation: Expectation) -> None:
-    validate("shop", scaled(A, 1.5)(good), replace(expectation, shared_a={}))
+    files, agreed = scaled(A, 1.5)(good), replace(expectation, shared_a={})
+    validate("shop", edit(STATEMENT, num_coordinates=NUM_TRAINED + 2 * 5)(files), agreed)
+    with pytest.raises(ReleaseRefused, match="num_coordinates = 20 is not 30"):
+        validate("shop", files, agreed)
 
 
 def test_a_refused_release_leaves_the_spool_as_it_was(tmp_path: Path, good: Files, expectation: Expectation) -> None:
