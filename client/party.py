@@ -249,6 +249,7 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
             expected_batch_size=training.expected_batch_size,
             num_steps=training.num_steps,
             target_delta=privacy.delta,
+            num_coordinates=num_coordinates,
             sharpness=training.sharpness,
             ascent_noise_multiplier=0.0 if training.sharpness == "sam" else None,
             ascent_sampling=training.ascent_sampling,
