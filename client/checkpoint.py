@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dpmerge.client.train import TrainingState
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import replace_file, temporary_of
 
 
 def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
@@ -85,12 +85,15 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
 
 
 def erase(path: Path) -> None:
-    """Overwrite and remove a checkpoint, if there is one; overwriting is best effort on journaling or flash storage."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        _zero(file)
-    path.unlink()
+    """Overwrite and remove a checkpoint and what an interrupted write of it left, if there are any.
+
+    Overwriting is best effort on journaling or flash storage.
+    """
+    for file_path in (path, temporary_of(path)):
+        if file_path.exists():
+            with file_path.open("r+b") as file:
+                _zero(file)
+            file_path.unlink()
 
 
 def _zero(file: BinaryIO) -> None:

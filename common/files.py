@@ -18,7 +18,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
     Raises:
         OSError: If the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
+    temporary = temporary_of(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -34,6 +34,11 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
         raise
     if durable:
         fsync_folder(path.parent)
+
+
+def temporary_of(path: Path) -> Path:
+    """Return where `replace_file` writes before it renames; a killed process may leave a file there."""
+    return path.with_name(f"{path.name}.tmp")
 
 
 def fsync_folder(folder: Path) -> None:
