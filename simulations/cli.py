@@ -5,6 +5,7 @@ and Ray are imported inside the commands that need them, so that `dpmerge --help
 """
 
 import json
+import os
 import shlex
 import sys
 import warnings
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from click.exceptions import ClickException
+from click.exceptions import Abort, ClickException
 from rich.console import Console
 from rich.table import Table
 
@@ -69,6 +70,13 @@ def main() -> None:
     except ClickException as usage:
         usage.show()
         code = BAD_INPUT
+    except (Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)  # not sys.exit: a thread of Flower's may wait for ever for a worker that is gone
     sys.exit(code or 0)
 
 

@@ -42,6 +42,7 @@ def dpmerge(monkeypatch, capsys):
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
+        monkeypatch.setattr(cli.os, "_exit", sys.exit)  # else an interruption would end the tests themselves
         with pytest.raises(SystemExit) as stop:
             cli.main()
         return stop.value.code, *capsys.readouterr()
