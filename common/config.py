@@ -24,6 +24,7 @@ own ε, the declared population of its data. A plan is all that a party is sent;
 """
 
 import hashlib
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -163,7 +164,7 @@ def load_federation(path: Path | str) -> Federation:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
         fix = "check the path, or write a first one with `dpmerge config init`"
@@ -334,11 +335,11 @@ def _same_file(first: str, second: str) -> bool:
 def _model(federation: Federation) -> str:
     """A local folder as an absolute path, since parties may run elsewhere; an alias or a hub id as it is."""
     path = _absolute(federation.folder, federation.base.model)
-    return path if Path(path, "config.json").is_file() else federation.base.model
+    return path if os.path.isfile(os.path.join(path, "config.json")) else federation.base.model
 
 
 def _absolute(folder: Path, path: str) -> str:
-    return str((folder / Path(path).expanduser()).absolute())
+    return str((folder / os.path.expanduser(path)).absolute())  # which leaves the ~ of an unknown user as it is
 
 
 def _file(folder: Path, path: str) -> Path:
@@ -350,7 +351,7 @@ def _check_files(federation: Federation, where: str) -> None:
     for index, party in enumerate(federation.parties):
         for key in ("data", "test"):
             path = getattr(party, key)
-            if path and not _file(federation.folder, path).exists():
+            if path and not os.path.exists(_file(federation.folder, path)):  # Path.exists raises for a name too long
                 fix = "correct the path; it starts at the folder of the federation file"
                 raise Refused(f"party[{index}]", key, path, "does not exist", fix, code="DPM-203", where=where)
 

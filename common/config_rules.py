@@ -1,8 +1,8 @@
 """What a configuration value may be, said once: the check, the words of the refusal and the JSON Schema fragment."""
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
@@ -106,7 +106,7 @@ def real(
         return (
             isinstance(value, int | float)
             and not isinstance(value, bool)
-            and math.isfinite(value)
+            and abs(value) <= sys.float_info.max  # neither infinite nor NaN, nor a whole number beyond any float
             and (above is None or value > above)
             and (at_least is None or value >= at_least)
             and (below is None or value < below)
@@ -119,7 +119,11 @@ def real(
 def words(pattern: str = "") -> Rule:
     """A string that is not blank; with `pattern`, one that matches it as a whole."""
     if not pattern:
-        return Rule(lambda v: isinstance(v, str) and bool(v.strip()), "a text", {"type": "string", "minLength": 1})
+        return Rule(
+            lambda v: isinstance(v, str) and bool(v.strip()) and "\0" not in v,
+            "a text",
+            {"type": "string", "minLength": 1},
+        )
     matches = re.compile(pattern)
     constraint = f"a short name of lower-case letters, digits, _ and - ({pattern})"
     schema = {"type": "string", "pattern": f"^{pattern}$"}

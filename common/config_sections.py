@@ -55,10 +55,12 @@ MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
 
 EPSILON = real(
     above=0.0,
+    at_most=100.0,  # these bounds are those of accounting and mechanism: what they refuse is refused here, before a run
     remedy="give a finite privacy budget, for example epsilon = 3.0, or say private = false to train without privacy",
 )
 POPULATION = whole(
     1,
+    10**12,
     remedy="declare the public, rounded size of the data, for example population = 3000; it is never read off the file",
 )
 
@@ -179,9 +181,11 @@ class PrivacySettings:
     private: bool = field(default=True, metadata=_meta(FLAG, "false trains without privacy; marked in every output."))
     epsilon: float | None = field(default=None, metadata=_meta(EPSILON, "Target ε, never exceeded.", 3.0))
     delta: float = field(
-        default=1e-5, metadata=_meta(real(above=0.0, below=1.0), "Target δ, well below 1 / population.")
+        default=1e-5, metadata=_meta(real(at_least=1e-12, below=1.0), "Target δ, well below 1 / population.")
     )
-    l2_clip_norm: float = field(default=1.0, metadata=_meta(real(above=0.0), "Bound on each unit's gradient norm."))
+    l2_clip_norm: float = field(
+        default=1.0, metadata=_meta(real(at_least=1e-12, at_most=1e12), "Bound on each unit's gradient norm.")
+    )
     noise: NoiseMode = field(
         default="secure",
         metadata=_meta(choice(*get_args(NoiseMode)), "fast: floating-point noise, for experiments only."),

@@ -74,8 +74,8 @@ def load_base(name: str) -> Base:
     try:
         encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        first_line = str(error).strip().splitlines()[0]
+    except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DpmergeError(
             "DPM-204",
             f"base.model = {name!r} cannot be opened ({first_line})",
@@ -174,6 +174,9 @@ def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
             if wanted == "all-linear" or hits:
                 chosen.append(f"{prefix}.{name}")
                 matched |= hits
+    if not available:
+        fix = "choose a model whose layers are made of torch.nn.Linear, which GPT-2's are not"
+        raise DpmergeError("DPM-204", f"{base.name} has no linear module in the layers {lora.layers!r}", fix)
     unmatched = [] if isinstance(wanted, str) else [target for target in wanted if target not in matched]
     if unmatched or not chosen:
         raise DpmergeError(

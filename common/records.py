@@ -131,9 +131,11 @@ def _read_csv(path: Path) -> Table:
     previous = csv.field_size_limit(MAX_FIELD_CHARACTERS)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-            header = stream.readline()
+            start, header = 0, stream.readline()
+            while header and not header.strip():
+                start, header = stream.tell(), stream.readline()
             delimiter = max(DELIMITERS, key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
-            stream.seek(0)
+            stream.seek(start)
             reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
             reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or []]
             return columns, list(reader)
@@ -219,7 +221,7 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 def _missing_column(path: str | Path, key: str, name: str, columns: list[str]) -> DpmergeError:
     """Name the columns that exist and the one that was probably meant."""
-    fix = f"set {key} to one of {_some(columns)}{closest(name, columns)}"
+    fix = f"set {key} to one of {_some(columns)}{closest(name, columns)}" if columns else "begin it with a header line"
     return DpmergeError("DPM-203", f"{path} has no column {name!r}", fix)
 
 

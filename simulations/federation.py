@@ -20,6 +20,7 @@ import torch
 from dpmerge.client.party import training_records
 from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
 from dpmerge.common.heads import label_text_head
 from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
@@ -245,7 +246,7 @@ def _open_run(out: Path, federation: Federation, mode: Mode) -> None:
     now = json.dumps(federation.to_dict(), sort_keys=True, indent=2)
     check_output(out, mode)
     if mode == "resume":
-        before = json.loads((out / RUN_FILE).read_text()) if (out / RUN_FILE).exists() else {}
+        before = _started_with(out)
         differing = sorted(_differences(before, json.loads(now)))
         if differing:
             raise DpmergeError(
@@ -254,7 +255,15 @@ def _open_run(out: Path, federation: Federation, mode: Mode) -> None:
                 "put the old values back, or start a new run in another folder",
             )
     prepare_output(out, mode)
-    (out / RUN_FILE).write_text(now)
+    replace_file(out / RUN_FILE, now)
+
+
+def _started_with(out: Path) -> Any:
+    """Return the configuration that a run was started with; nothing if it stopped before that was on disk."""
+    try:
+        return json.loads((out / RUN_FILE).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
 
 
 def _differences(before: Any, now: Any, path: str = "") -> Iterator[str]:

@@ -28,9 +28,13 @@ def check_output(folder: Path, mode: Mode, inputs: Iterable[Path] = ()) -> None:
         DpmergeError: DPM-301 if the folder is in the way: not a folder, not empty without `overwrite` or `resume`, or
             holding something other than a run. DPM-302 if there is nothing to resume.
     """
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+    try:
+        in_the_way = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+        occupied = folder.is_dir() and any(folder.iterdir())
+    except OSError as problem:
+        raise DpmergeError("DPM-301", f"{folder} cannot be used: {problem.strerror}", "give another --out") from None
+    if in_the_way:
         raise DpmergeError("DPM-301", f"{folder} is not a folder", "give another --out")
-    occupied = folder.is_dir() and any(folder.iterdir())
     is_run = (folder / MARKER).is_file()
     if mode == "resume" and not is_run:
         raise DpmergeError("DPM-302", f"{folder} holds no run to resume", "leave out --resume to start one")

@@ -6,13 +6,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 from dpmerge.common.statement import READING
 from dpmerge.simulations.charts import SERIES, accuracy_chart
-from dpmerge.simulations.results import UNITS, Results, load_results
+from dpmerge.simulations.results import RESULTS_FILE, UNITS, Results, load_results
 from dpmerge.simulations.table import MISSING, epsilon, percent, points
 
 REPORT_FILE = "report.html"
@@ -24,7 +25,17 @@ def write_report(folder: Path) -> Path:
     Raises:
         DpmergeError: DPM-303 if there are no results, or not of this version.
     """
-    page = render(load_results(folder))
+    results = load_results(folder)
+    try:
+        page = render(results)
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+        UndefinedError,
+    ) as problem:  # a value of another kind, put in by hand
+        fix = "run `dpmerge simulate` again with this version"
+        raise DpmergeError("DPM-303", f"{folder / RESULTS_FILE} cannot be shown: {problem}", fix) from problem
     replace_file(folder / REPORT_FILE, page)
     return folder / REPORT_FILE
 

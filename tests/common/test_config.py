@@ -73,7 +73,7 @@ REFUSALS = {
     "default not private": (BASE + EPSILON + "private = false\n" + PARTY, "DPM-103", "privacy.epsilon = 1.0"),
     "epsilon twice": (BASE + PARTY + "epsilon = 1\n[party.privacy]\nepsilon = 2", "DPM-103", "[party.privacy] as well"),
     "delta 0": (BASE + EPSILON + "delta = 0\n" + PARTY, "DPM-103", "privacy.delta = 0"),
-    "delta 1": (BASE + EPSILON + "delta = 1.0\n" + PARTY, "DPM-103", "above 0 and below 1"),
+    "delta 1": (BASE + EPSILON + "delta = 1.0\n" + PARTY, "DPM-103", "at least 1e-12 and below 1"),
     "party delta": (BASE + EPSILON + PARTY + "[party.privacy]\ndelta = 2", "DPM-103", "party[0].privacy.delta = 2"),
     "seeded secure noise": (BASE + EPSILON + "noise_seed = 3\n" + PARTY, "DPM-103", 'noise = "fast"'),
     "unknown unit": (BASE + EPSILON + 'unit = "person"\n' + PARTY, "DPM-103", "choose one of record, user"),
