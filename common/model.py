@@ -6,6 +6,7 @@ a loss.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import re
@@ -21,7 +22,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.assets import ASSETS, model_folder
-from dpmerge.common.errors import DpmergeError
+from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -64,10 +65,17 @@ def load_base(name: str) -> Base:
     """Load a base model by alias of the asset list, local folder, or hub id, in fp32, frozen, in evaluation mode.
 
     Raises:
-        DpmergeError: DPM-201 or DPM-202 for an embedded asset; DPM-204 if the folder or id cannot be opened as an
-            encoder.
+        DpmergeError: DPM-104 for a misspelt alias; DPM-201 or DPM-202 for an embedded asset; DPM-204 if the folder
+            or id cannot be opened as an encoder.
     """
     is_alias = name in ASSETS
+    aliases = sorted(key for key, asset in ASSETS.items() if asset.kind == "model")
+    if not is_alias and not Path(name).exists() and difflib.get_close_matches(name, aliases, n=1, cutoff=0.8):
+        raise DpmergeError(  # at once, rather than after a minute of asking a hub for a misspelt alias
+            "DPM-104",
+            f"base.model = {name!r} is neither an alias nor a folder",
+            f"use one of {', '.join(aliases)}{closest(name, aliases)}",
+        )
     source = str(model_folder(name)) if is_alias else name
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -79,7 +87,7 @@ def load_base(name: str) -> Base:
         raise DpmergeError(
             "DPM-204",
             f"base.model = {name!r} cannot be opened ({first_line})",
-            f"give one of {', '.join(sorted(key for key, asset in ASSETS.items() if asset.kind == 'model'))}, "
+            f"give one of {', '.join(aliases)}, "
             "a folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
         ) from error
     if tokenizer.pad_token is None:
@@ -188,9 +196,21 @@ def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
 
 
 def lora_shapes(base: Base, lora: LoraSettings) -> dict[str, tuple[int, int]]:
-    """Return the full name of each adapted linear → (width_out, width_in)."""
+    """Return the full name of each adapted linear → (width_out, width_in).
+
+    Raises:
+        DpmergeError: DPM-103 if the rank is larger than a width: such a change is no longer of low rank.
+    """
     modules = {name: cast(nn.Linear, base.encoder.get_submodule(name)) for name in target_modules(base, lora)}
-    return {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    name, smallest = min(shapes.items(), key=lambda item: min(item[1]))
+    if lora.rank > min(smallest):
+        raise DpmergeError(
+            "DPM-103",
+            f"lora.rank = {lora.rank} is larger than the width {min(smallest)} of {name}",
+            f"choose a rank of at most {min(smallest)}",
+        )
+    return shapes
 
 
 def lora_config(base: Base, lora: LoraSettings) -> LoraConfig:

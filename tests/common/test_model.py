@@ -36,6 +36,17 @@ def test_unusable_base_is_one_clear_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_a_misspelt_alias_is_refused_at_once():
+    with pytest.raises(DpmergeError, match=r"DPM-104: base.model = 'minilm-l7' .*\(closest: minilm-l"):
+        load_base("minilm-l7")
+
+
+def test_a_rank_above_the_width_is_refused(base):
+    assert lora_shapes(base, LoraSettings(rank=384))
+    with pytest.raises(DpmergeError, match=r"DPM-103: lora.rank = 385 .* 384"):
+        lora_shapes(base, LoraSettings(rank=385))
+
+
 def test_layers_and_targets_resolve_to_used_linears(base):
     assert adapted_layers(base, "last:2") == (1, 2)
     assert adapted_layers(base, "all") == (0, 1, 2)
