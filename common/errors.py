@@ -13,6 +13,7 @@ CODES = {
     "DPM-102": "configuration key unknown",
     "DPM-103": "configuration value refused",
     "DPM-104": "unknown task, method or model name",
+    "DPM-105": "optional package missing",
     "DPM-201": "asset missing",
     "DPM-202": "asset corrupted",
     "DPM-203": "private data cannot be read",

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import asdict
 from enum import StrEnum
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -107,6 +108,9 @@ def simulate(
     check_output(out, mode, inputs=[federation])
     plan = load_federation(federation)
     check_output(out, mode, inputs=plan.files)
+    if find_spec("ray") is None:
+        fix = "run pip install 'dpmerge[simulation]'"
+        raise DpmergeError("DPM-105", "simulate needs the package ray, which is not installed", fix)
     from dpmerge.simulations.federation import run
     from dpmerge.simulations.table import closing_lines, results_table
 

@@ -261,3 +261,12 @@ def test_assets_fetch_refuses_an_unknown_name(dpmerge, monkeypatch, tmp_path):
     code, out, err = dpmerge("assets", "fetch", "minilm-l7")
     assert (code, out) == (2, "")
     assert err.startswith("DPM-104")
+
+
+def test_simulate_without_ray_names_the_extra(dpmerge, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "find_spec", lambda _name: None)
+    code, _, err = dpmerge("simulate", str(EXAMPLE), "--out", str(tmp_path / "run"))
+    assert code == 2
+    assert err.startswith("DPM-105: ")
+    assert "dpmerge[simulation]" in err
+    assert not (tmp_path / "run").exists()
