@@ -241,37 +241,29 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
     privacy, training = plan.privacy, plan.training
     if privacy.population is None:
         raise ValueError("Expected privacy.population to be declared in a resolved plan.")
+    public: dict[str, Any] = {
+        "population": privacy.population,
+        "expected_batch_size": training.expected_batch_size,
+        "num_steps": training.num_steps,
+        "target_delta": privacy.delta,
+        "num_coordinates": num_coordinates,
+        "sharpness": training.sharpness,
+        "ascent_sampling": training.ascent_sampling,
+        "privacy_unit": privacy.unit,
+    }
     if not privacy.private:
+        no_ascent_noise = 0.0 if training.sharpness == "sam" else None
         return Mechanism(
             noise_multiplier=0.0,
+            ascent_noise_multiplier=no_ascent_noise,
             l2_clip_norm=None,
-            population=privacy.population,
-            expected_batch_size=training.expected_batch_size,
-            num_steps=training.num_steps,
-            target_delta=privacy.delta,
-            num_coordinates=num_coordinates,
-            sharpness=training.sharpness,
-            ascent_noise_multiplier=0.0 if training.sharpness == "sam" else None,
-            ascent_sampling=training.ascent_sampling,
             noise="fast",
-            privacy_unit=privacy.unit,
             private=False,
+            **public,
         )
     if privacy.epsilon is None:
         raise ValueError("Expected privacy.epsilon to be set in a resolved private plan.")
-    return calibrate(
-        target_epsilon=privacy.epsilon,
-        target_delta=privacy.delta,
-        population=privacy.population,
-        expected_batch_size=training.expected_batch_size,
-        num_steps=training.num_steps,
-        l2_clip_norm=privacy.l2_clip_norm,
-        sharpness=training.sharpness,
-        noise=privacy.noise,
-        ascent_sampling=training.ascent_sampling,
-        num_coordinates=num_coordinates,
-        privacy_unit=privacy.unit,
-    )
+    return calibrate(target_epsilon=privacy.epsilon, l2_clip_norm=privacy.l2_clip_norm, noise=privacy.noise, **public)
 
 
 @dataclass(frozen=True)

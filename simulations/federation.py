@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -110,17 +111,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
 def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progress: Progress) -> Merged:
     settings = federation.merge
     progress.stage("merge", f"merging: {settings.method}", None)
-    merged = merge(
-        adapters,
-        method=settings.method,
-        coefficient=settings.coefficient,
-        density=settings.density,
-        semantics=settings.semantics,
-        ridge=settings.ridge,
-        common_share=settings.common_share,
-        rank=settings.rank,
-        seed=federation.run.seed,
-    )
+    merged = merge(adapters, seed=federation.run.seed, **asdict(settings))  # a setting is named as the parameter is
     _replace_folder(out / "merged", to_files(as_release(merged, adapters)))
     progress.done("merge")
     return merged

@@ -64,7 +64,7 @@ def collect(
         collection,
         num_parties=len(plans),
         stop=stop,
-        on_reply=lambda party: progress.done(party),
+        on_reply=progress.done,
     )
     with _quiet(out / "log.txt"), _watched(sites, progress):
         try:
