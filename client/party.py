@@ -59,6 +59,7 @@ def run_party(
     *,
     on_progress: OnProgress = lambda _stage, _done, _total: None,
     cache_trunk: bool = True,
+    activations: Activations | None = None,
 ) -> dict[str, bytes]:
     """Return the party's release as files, training it first unless this folder already holds it.
 
@@ -68,6 +69,8 @@ def run_party(
         folder: The party's own folder, created with owner-only rights.
         on_progress: See `OnProgress`.
         cache_trunk: False runs the frozen layers again whenever a record is drawn: the same release, in less memory.
+        activations: The same records, already encoded at the split of the same base and layers: for whoever trains
+            on them many times. None encodes them here.
 
     Raises:
         DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
@@ -81,7 +84,7 @@ def run_party(
         binding = _binding(plan, base, records)
         ledger = Ledger(folder / "ledger.jsonl")
         if not (folder / "release").exists():
-            release = _train(plan, base, records, binding, ledger, folder, on_progress, cache_trunk)
+            release = _train(plan, base, records, binding, ledger, folder, on_progress, cache_trunk, activations)
             write_release(folder / "release", release)
         reservation = ledger.find(binding)
         if reservation is None:
@@ -121,6 +124,7 @@ def _train(
     folder: Path,
     on_progress: OnProgress,
     cache_trunk: bool,
+    activations: Activations | None,
 ) -> Release:
     head = start_head(base, plan)
     config = adapter_config(base, plan.lora)
@@ -128,14 +132,17 @@ def _train(
     split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
     classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
 
-    activations = Activations(
-        base,
-        split,
-        records.texts,
-        max_length=plan.base.max_length,
-        cached=cache_trunk,
-        on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
-    )
+    if activations is None:
+        activations = Activations(
+            base,
+            split,
+            records.texts,
+            max_length=plan.base.max_length,
+            cached=cache_trunk,
+            on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
+        )
+    elif len(activations) != len(records):
+        raise ValueError(f"Expected activations of {len(records)} records, not of {len(activations)}.")
     users = None if records.users is None else Users(records.users)
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
 
