@@ -10,7 +10,7 @@ import torch
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import truncate, weighted_sum
-from dpmerge.server.merging.recipe import Combined, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 
 
 def average(modules: Modules, recipe: Recipe) -> Combined:
@@ -32,23 +32,25 @@ def task_arithmetic(modules: Modules, recipe: Recipe) -> Combined:
 
 def concat(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t as stacked factors, of rank Σ r_t unless another is asked for."""
-    merged, lost = {}, {}
-    for name, factors in modules.items():
+
+    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         scales = [recipe.factor * weight * item.scaling for weight, item in zip(recipe.weights, factors, strict=True)]
         columns = [(item.b.double() * scale).float() for item, scale in zip(factors, scales, strict=True)]
         stacked = Factors(torch.cat([item.a for item in factors]), torch.cat(columns, 1))
-        merged[name], lost[name] = truncate(stacked, recipe.rank or stacked.rank)
-    return Combined(merged, recipe.factor, lost)
+        return truncate(stacked, recipe.rank or stacked.rank)
+
+    return per_module(modules, rule, recipe.factor)
 
 
 def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Combined:
     """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
-    merged, lost = {}, {}
-    for name, factors in modules.items():
+
+    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         total = weighted_sum(factors, [coefficient * weight for weight in weights])
         full = min(len(total.b), total.a.shape[1])  # a matrix needs no more, however many factors were stacked
-        merged[name], lost[name] = truncate(total, min(rank or full, full))
-    return Combined(merged, coefficient, lost)
+        return truncate(total, min(rank or full, full))
+
+    return per_module(modules, rule, coefficient)
 
 
 def shares(weights: Sequence[float]) -> list[float]:

@@ -58,3 +58,13 @@ class Combined:
 
 
 Method = Callable[[Modules, Recipe], Combined]
+
+Rule = Callable[[str, tuple[Factors, ...]], tuple[Factors, float]]
+"""(module, every party's factors) → merged factors and the Frobenius norm of what the rank left out."""
+
+
+def per_module(modules: Modules, rule: Rule, coefficient: float) -> Combined:
+    """Apply a rule to one module after the other, so that memory does not grow with their number."""
+    results = {name: rule(name, factors) for name, factors in modules.items()}
+    merged = {name: factors for name, (factors, _) in results.items()}
+    return Combined(merged, coefficient, {name: lost for name, (_, lost) in results.items()})

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import factorise
-from dpmerge.server.merging.recipe import Combined, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 
 Sparsify = Callable[[str, int, Tensor], Tensor]
 """(module, index of the party, its full matrix) → the matrix with entries dropped."""
@@ -44,13 +44,14 @@ def dare(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 3.1. Deviations: none.
     """
-    merged, lost = {}, {}
-    for name, factors in modules.items():
+
+    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         total = torch.zeros(len(factors[0].b), factors[0].a.shape[1])
         for t, item in enumerate(factors):
             total += recipe.factor * recipe.weights[t] * _drop(name, t, item.delta(), recipe)
-        merged[name], lost[name] = factorise(total, _rank(factors, recipe))
-    return Combined(merged, recipe.factor, lost)
+        return factorise(total, _rank(factors, recipe))
+
+    return per_module(modules, rule, recipe.factor)
 
 
 def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -93,15 +94,13 @@ def trim(matrix: Tensor, density: float) -> Tensor:
 
 
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
-    merged, lost = {}, {}
-    for name, factors in modules.items():
-
-        def matrices(name: str = name, factors: tuple[Factors, ...] = factors) -> Iterable[Tensor]:
+    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        def matrices() -> Iterable[Tensor]:
             return (sparsify(name, t, item.delta()) for t, item in enumerate(factors))
 
-        total = recipe.factor * elected_mean(matrices, recipe)
-        merged[name], lost[name] = factorise(total, _rank(factors, recipe))
-    return Combined(merged, recipe.factor, lost)
+        return factorise(recipe.factor * elected_mean(matrices, recipe), _rank(factors, recipe))
+
+    return per_module(modules, rule, recipe.factor)
 
 
 def _rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import thin_qr, truncate
-from dpmerge.server.merging.recipe import Combined, Recipe
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 from dpmerge.server.merging.sparse import elected_mean, trim
 
 RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
@@ -140,8 +140,8 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2410.19735, section 4. Deviations: each party's V_t is trimmed by itself.
     """
-    merged, lost = {}, {}
-    for name, factors in modules.items():
+
+    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         bases = [thin_qr(item.a.T) for item in factors]
         b = torch.cat([item.b.double() * item.scaling for item in factors], 1)
         q_b, r_b = thin_qr(b)
@@ -152,9 +152,10 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
         rights = [(q_a @ part).T for (q_a, _), part in zip(bases, torch.split(v, widths), strict=True)]
         right = elected_mean([trim(part, recipe.density) for part in rights].copy, recipe)
         item = Factors(s[:, None] * right * recipe.factor, q_b @ u)
-        kept, lost[name] = truncate(item, recipe.rank or item.rank)
-        merged[name] = Factors(kept.a.float(), kept.b.float())
-    return Combined(merged, recipe.factor, lost)
+        kept, lost = truncate(item, recipe.rank or item.rank)
+        return Factors(kept.a.float(), kept.b.float()), lost
+
+    return per_module(modules, rule, recipe.factor)
 
 
 def wudi(modules: Modules, recipe: Recipe) -> Combined:
@@ -189,11 +190,11 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Combined:
-    merged, lost = {}, {}
-    for name, factors in modules.items():
+    def lifted(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         core = core_of(factors, weights)
-        merged[name], lost[name] = core.lift(recipe.factor * rule(core), recipe.rank)
-    return Combined(merged, recipe.factor, lost)
+        return core.lift(recipe.factor * rule(core), recipe.rank)
+
+    return per_module(modules, lifted, recipe.factor)
 
 
 def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:
