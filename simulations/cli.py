@@ -4,21 +4,18 @@ With `--format json` the result object is all that stdout gets; whatever is said
 and Ray are imported inside the commands that need them, so that `dpmerge --help` answers at once.
 """
 
-import json
 import os
 import shlex
 import sys
 import warnings
 from dataclasses import asdict
-from enum import StrEnum
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from click.exceptions import Abort, ClickException
-from rich.console import Console
 from rich.table import Table
 
 from dpmerge.common.config import load_federation
@@ -26,12 +23,17 @@ from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
-
-BAD_INPUT = 2
-PARTY_FAILED = 1
-CLAIM_REFUTED = 1
-INTERRUPTED = 130
-LOG_WIDTH = 110  # columns of the tables where there is no terminal to ask
+from dpmerge.simulations.terminal import (
+    BAD_INPUT,
+    CLAIM_REFUTED,
+    INTERRUPTED,
+    PARTY_FAILED,
+    Format,
+    FormatOption,
+    answer,
+    console,
+    print_json,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,16 +49,6 @@ audit_app = typer.Typer(no_args_is_help=True, help="Measure what leaks, against 
 app.add_typer(assets_app, name="assets")
 app.add_typer(audit_app, name="audit")
 app.add_typer(config_app, name="config")
-
-
-class Format(StrEnum):
-    """What stdout gets."""
-
-    text = "text"
-    json = "json"
-
-
-FormatOption = Annotated[Format, typer.Option("--format", help="json: one object on stdout and nothing else.")]
 
 
 def main() -> None:
@@ -122,12 +114,12 @@ def simulate(
         print(f"interrupted; go on with: {again}", file=sys.stderr)
         return INTERRUPTED
     if output is Format.json:
-        _print_json(results.to_dict())
+        print_json(results.to_dict())
     else:
-        console = Console(width=None if sys.stdout.isatty() else LOG_WIDTH)
-        console.print(results_table(results))
+        terminal = console()
+        terminal.print(results_table(results))
         for line in closing_lines(results):
-            console.print(line, markup=False, highlight=False)
+            terminal.print(line, markup=False, highlight=False)
         print(out / "report.html")
     return PARTY_FAILED if results.failed else 0
 
@@ -141,7 +133,7 @@ def report(
     from dpmerge.simulations.report import write_report
 
     path = write_report(folder)
-    _answer(output, {"report": str(path)}, str(path))
+    answer(output, {"report": str(path)}, str(path))
 
 
 @assets_app.command("fetch", epilog="Example: dpmerge assets fetch minilm-l6 trec6 movie")
@@ -154,7 +146,7 @@ def assets_fetch(
 
     with Progress("silent" if output is Format.json else None) as progress:
         folders = {name: str(folder) for name, folder in fetch(names, progress.note).items()}
-    _answer(output, {"assets": folders}, "\n".join(f"{name}: {folder}" for name, folder in folders.items()))
+    answer(output, {"assets": folders}, "\n".join(f"{name}: {folder}" for name, folder in folders.items()))
 
 
 @assets_app.command("list", epilog="Example: dpmerge assets list --format json")
@@ -164,13 +156,13 @@ def assets_list(output: FormatOption = Format.text) -> None:
 
     rows = listing()
     if output is Format.json:
-        _print_json({"schema": 1, "assets": rows})
+        print_json({"schema": 1, "assets": rows})
         return
     table = Table("name", "kind", "present", "MB", "tasks", "licence")
     for row in rows:
         present, size = "yes" if row["present"] else "no", f"{row['size_bytes'] / 1e6:.0f}"
         table.add_row(row["name"], row["kind"], present, size, ", ".join(row["tasks"]), row["licence"])
-    Console(width=None if sys.stdout.isatty() else LOG_WIDTH).print(table)
+    console().print(table)
 
 
 @audit_app.command("mechanism", epilog="Example: dpmerge audit mechanism --epsilon 1 --num-steps 16")
@@ -207,7 +199,7 @@ def audit_mechanism(
         f"{verdict}: ε ≥ {result.epsilon_lower:.3f} measured, ε = {result.epsilon_claimed:.3f} claimed "
         f"at δ = {result.target_delta:g} ({result.confidence:.1%} confidence, {result.num_trials} trials)"
     )
-    _answer(output, {"audit": asdict(result) | {"holds": result.holds}, "mechanism": asdict(mechanism)}, words)
+    answer(output, {"audit": asdict(result) | {"holds": result.holds}, "mechanism": asdict(mechanism)}, words)
     return 0 if result.holds else CLAIM_REFUTED
 
 
@@ -222,7 +214,7 @@ def config_init(
             file.write(TEMPLATE)
     except OSError as problem:
         raise DpmergeError("DPM-301", f"{path} cannot be written: {problem.strerror}", "give another PATH") from None
-    _answer(output, {"path": str(path)}, f"wrote {path}; run it with `dpmerge simulate {path} --out runs/first`")
+    answer(output, {"path": str(path)}, f"wrote {path}; run it with `dpmerge simulate {path} --out runs/first`")
 
 
 @config_app.command("validate", epilog="Example: dpmerge config validate federation.toml")
@@ -233,21 +225,10 @@ def config_validate(
     """Check a federation file without running anything; exit code 2 and one line if it is refused."""
     federation = load_federation(path)
     parties = [party.name for party in federation.parties]
-    _answer(output, {"valid": True, "federation": federation.to_dict()}, f"{path} is valid: {', '.join(parties)}")
+    answer(output, {"valid": True, "federation": federation.to_dict()}, f"{path} is valid: {', '.join(parties)}")
 
 
 @config_app.command("schema", epilog="Example: dpmerge config schema > federation.schema.json")
 def config_schema() -> None:
     """Print the JSON Schema of federation files, for editors."""
-    _print_json(json_schema())
-
-
-def _answer(output: Format, facts: dict[str, Any], words: str) -> None:
-    if output is Format.json:
-        _print_json({"schema": 1} | facts)
-    else:
-        print(words)
-
-
-def _print_json(tables: dict[str, Any]) -> None:
-    print(json.dumps(tables, indent=2, ensure_ascii=False, allow_nan=False))
+    print_json(json_schema())
