@@ -7,7 +7,8 @@ A release is a folder that `peft.PeftModel.from_pretrained` opens as it is, plus
     head.safetensors           "<party>.weight" and "<party>.bias"; kind, labels and feature scale in the metadata
     statement.json             the privacy statement; a merged model has merge.json in its place
     signature.json             arrives later; signs the release's hash
-    README.md                  arrives later; a model card
+    README.md                  a model card; a party's upload has none yet
+    explain.svg                a picture of what was merged, in a merged model that was asked for one
 
 The same release always becomes the same bytes: keys are sorted, nothing carries a time. Nothing here is ever a pickle.
 """
@@ -17,7 +18,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -34,8 +36,9 @@ from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
 STATEMENT, MERGE, SIGNATURE, README = "statement.json", "merge.json", "signature.json", "README.md"
-FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README})
-UNHASHED = frozenset({SIGNATURE, README})
+PICTURE = "explain.svg"
+FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README, PICTURE})
+UNHASHED = frozenset({SIGNATURE, README, PICTURE})
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
 PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adapter_model.safetensors`
@@ -162,7 +165,7 @@ def release_from_files(files: Mapping[str, bytes], origin: str = "release") -> R
 def release_hash(files: Mapping[str, bytes]) -> str:
     """Name a release by the SHA-256 of the canonical JSON of {file: SHA-256}.
 
-    README.md is left out (a card may be edited), and so is signature.json (it signs this very hash).
+    README.md and its picture are left out (a card may be edited), and so is signature.json (it signs this very hash).
 
     >>> release_hash({"a.json": b"{}", "README.md": b"x"}) == release_hash({"a.json": b"{}"})
     True
@@ -181,17 +184,30 @@ def write_release(folder: Path, release: Release) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a new folder atomically: a temporary sibling, fsync, then rename."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DpmergeError("DPM-301", f"{folder} exists and is not empty", "choose another folder or remove it first")
+    """Write files into a new folder, all of them or none; see `new_folder`."""
+    with new_folder(folder) as temporary:
+        for name in sorted(files):
+            with (temporary / name).open("xb") as file:
+                file.write(files[name])
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary sibling that takes the folder's place once the block has filled it and all is on disk.
+
+    If the block fails nothing is left behind.
+
+    Raises:
+        DpmergeError: DPM-301 when the folder already holds something.
+    """
+    check_new_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
     try:
-        for name in sorted(files):
-            with (temporary / name).open("xb") as file:
-                file.write(files[name])
-                file.flush()
+        yield temporary
+        for path in sorted(temporary.iterdir()):
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
         fsync_folder(temporary)
         temporary.rename(folder)
@@ -199,6 +215,16 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_folder(folder.parent)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Refuse a folder that holds something, or a place that is no folder; changes nothing.
+
+    Raises:
+        DpmergeError: DPM-301.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise DpmergeError("DPM-301", f"{folder} exists and is not empty", "choose another folder or remove it first")
 
 
 def read_release(folder: Path) -> Release:

@@ -333,5 +333,15 @@ def test_heads_check_themselves(arguments: tuple[object, ...], message: str) -> 
 
 def test_every_constant_file_is_in_the_format() -> None:
     assert {
-        getattr(module, name) for name in ("CONFIG", "ADAPTER", "HEAD", "STATEMENT", "MERGE", "SIGNATURE", "README")
+        getattr(module, name)
+        for name in ("CONFIG", "ADAPTER", "HEAD", "STATEMENT", "MERGE", "SIGNATURE", "README", "PICTURE")
     } == (module.FILES)
+
+
+def test_a_card_and_its_picture_are_read_past_and_change_no_hash(tmp_path: Path, release: Release) -> None:
+    write_release(tmp_path / "shop", release)
+    before = release_hash(to_files(release))
+    (tmp_path / "shop" / "README.md").write_text("# a card")
+    (tmp_path / "shop" / "explain.svg").write_text("<svg/>")
+    assert read_release(tmp_path / "shop").party == "shop"
+    assert release_hash(release_files(tmp_path / "shop")) == before
