@@ -44,7 +44,6 @@ MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "ties": ("coefficient", "density", "semantics", "rank"),
     "dare": ("coefficient", "density", "rank"),
     "dare-ties": ("coefficient", "density", "semantics", "rank"),
-    "core-ties": ("coefficient", "density", "semantics", "rank"),
     "knots-ties": ("coefficient", "density", "semantics", "rank"),
     "tsv": ("coefficient", "rank"),
     "iso-c": ("coefficient", "rank"),
@@ -242,6 +241,9 @@ class MergeSettings:
     )
     rank: int | None = field(
         default=None, metadata=_meta(whole(1), "Refactor the merged adapter to this rank; without it exact.", 8)
+    )
+    core: bool = field(
+        default=False, metadata=_meta(FLAG, "Apply the method to coordinates in the adapters' shared bases.", True)
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.lowrank import total_norm
 from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
+from dpmerge.server.merging.wrappers import in_core
 
 LARGEST = sys.float_info.max
 SMALLEST = sys.float_info.min
@@ -52,6 +53,7 @@ def merge(
     ridge: float | None = None,
     common_share: float | None = None,
     rank: int | None = None,
+    core: bool = False,
     seed: int = 0,
     strict: bool = True,
 ) -> Merged:
@@ -68,6 +70,7 @@ def merge(
         common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
         rank: Rank of the result; None keeps the lowest exact one (for element-wise methods: the sum of the inputs'
             ranks).
+        core: Apply the method to coordinates in the adapters' shared bases; see `wrappers.in_core`.
         seed: Of random masks.
         strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
 
@@ -86,10 +89,13 @@ def merge(
     parameters = _parameters(row, given | {"ridge": ridge, "common_share": common_share})
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
     recipe = Recipe(parties=parties, weights=_weights(parties, weights), seed=seed, **chosen)
-    combined = row.function(modules, recipe)
+    if core:
+        combined = in_core(row.function, modules, recipe, whole_model=row.whole_model)
+    else:
+        combined = row.function(modules, recipe)
     info = {
         "method": method,
-        "parameters": parameters | {"seed": seed, "strict": strict},
+        "parameters": parameters | {"core": core, "seed": seed, "strict": strict},
         "parties": list(parties),
         "weights": list(recipe.weights),
         "absent": absent,

@@ -7,13 +7,14 @@ from dpmerge.server.merging.geometry import geometry
 from dpmerge.server.merging.linear import average, concat, task_arithmetic
 from dpmerge.server.merging.recipe import Method
 from dpmerge.server.merging.sparse import dare, dare_ties, ties
-from dpmerge.server.merging.subspace import core_ties, iso_c, iso_cts, knots_ties, tsv, wudi
+from dpmerge.server.merging.subspace import iso_c, iso_cts, knots_ties, tsv, wudi
 
 LAWS = {
     "identity": "one adapter with weight 1 and density 1 is itself",
     "idempotent": "identical adapters give that adapter",
     "additive": "T identical adapters give T times that adapter",
     "cancels": "weights 1 and -1 of one adapter give zero",
+    "rotation-free": "coordinates in other orthonormal bases, such as core space, change nothing",
     "factor-free": "the form of the factors, (B G⁻¹, G A) or ranks padded with zeros, changes nothing",
 }
 """Laws that a row may declare; a contract test checks every row against those, and all rows against the others."""
@@ -32,6 +33,7 @@ class MergeMethod:
         laws: Keys of `LAWS` that hold.
         parameters: What it takes, with defaults; None is "chosen by the method", "required" has no default.
         limit: Parameters under which the method is another one, and that one's name.
+        whole_model: It looks at all modules at once (a threshold, a norm), not at one after the other.
     """
 
     name: str
@@ -42,6 +44,7 @@ class MergeMethod:
     laws: frozenset[str]
     parameters: Mapping[str, float | str | None]
     limit: tuple[Mapping[str, float], str] | None = None
+    whole_model: bool = False
 
 
 REQUIRED = "required"
@@ -55,7 +58,7 @@ METHODS = {
             summary="Weighted mean of the weight changes.",
             source="2212.04089",
             function=average,
-            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
             parameters={"rank": None},
         ),
         MergeMethod(
@@ -64,7 +67,7 @@ METHODS = {
             summary="Stated coefficient times the weighted sum.",
             source="2212.04089",
             function=task_arithmetic,
-            laws=frozenset({"identity", "additive", "cancels", "factor-free"}),
+            laws=frozenset({"identity", "additive", "cancels", "rotation-free", "factor-free"}),
             parameters={"coefficient": REQUIRED, "rank": None},
         ),
         MergeMethod(
@@ -73,7 +76,7 @@ METHODS = {
             summary="The weighted sum as stacked factors, without any decomposition.",
             source="-",
             function=concat,
-            laws=frozenset({"identity", "additive", "cancels", "factor-free"}),
+            laws=frozenset({"identity", "additive", "cancels", "rotation-free", "factor-free"}),
             parameters={"coefficient": 1.0, "rank": None},
         ),
         MergeMethod(
@@ -84,6 +87,7 @@ METHODS = {
             function=ties,
             laws=frozenset({"identity", "idempotent", "factor-free"}),
             parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
+            whole_model=True,
         ),
         MergeMethod(
             name="dare",
@@ -104,15 +108,6 @@ METHODS = {
             laws=frozenset({"identity", "factor-free"}),
             parameters={"coefficient": 1.0, "density": 0.5, "semantics": "paper", "rank": None},
             limit=({"density": 1.0}, "ties"),
-        ),
-        MergeMethod(
-            name="core-ties",
-            family="subspace",
-            summary="TIES on the adapters' coordinates in shared bases.",
-            source="2509.17786",
-            function=core_ties,
-            laws=frozenset({"identity", "idempotent"}),
-            parameters={"coefficient": 1.0, "density": 0.2, "semantics": "paper", "rank": None},
         ),
         MergeMethod(
             name="knots-ties",
@@ -138,7 +133,7 @@ METHODS = {
             summary="Flatten the spectrum of the sum.",
             source="2502.04959",
             function=iso_c,
-            laws=frozenset({"factor-free"}),
+            laws=frozenset({"rotation-free", "factor-free"}),
             parameters={"coefficient": 1.0, "rank": None},
         ),
         MergeMethod(
@@ -147,7 +142,7 @@ METHODS = {
             summary="Flatten the sum's leading directions and each adapter's own beside them.",
             source="2502.04959",
             function=iso_cts,
-            laws=frozenset({"factor-free"}),
+            laws=frozenset({"rotation-free", "factor-free"}),
             parameters={"coefficient": 1.0, "common_share": 0.8, "rank": None},
             limit=({"common_share": 1.0}, "iso-c"),
         ),
@@ -157,7 +152,7 @@ METHODS = {
             summary="Least interference with every adapter's row space, in closed form.",
             source="2503.08099",
             function=wudi,
-            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
             parameters={"coefficient": 1.0, "ridge": 0.0, "rank": None},
         ),
         MergeMethod(
@@ -166,8 +161,9 @@ METHODS = {
             summary="A sum as long as the parties' changes are on average.",
             source="-",
             function=geometry,
-            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
             parameters={"coefficient": None, "rank": None},
+            whole_model=True,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, least squares, and TIES in core space.
+"""Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, and least squares on row spaces.
 
 All of them work on cores: coordinates in orthonormal bases Q_B, Q_A of the stacked factors, τ_t = Q_B M_t Q_Aᵀ. They
 are exact, and at most (T·r)² numbers in float64. Nothing of size [out, in] is built. Directions whose singular value is
@@ -63,18 +63,6 @@ def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     count = max(least, int((s > RELATIVE_ZERO * s[:1]).sum()))
     return u[:, :count], s[:count], vh[:count].T
-
-
-def core_ties(modules: Modules, recipe: Recipe) -> Combined:
-    """Apply TIES to the cores M_t in place of the full weight changes.
-
-    References: arXiv 2509.17786, equation 5; arXiv 2306.01708. Deviations: trims each core by itself.
-    """
-
-    def rule(core: Core) -> Tensor:
-        return elected_mean([trim(part, recipe.density) for part in core.parts].copy, recipe)
-
-    return _in_core(modules, recipe, rule, [1.0] * len(recipe.weights))
 
 
 def iso_c(modules: Modules, recipe: Recipe) -> Combined:

@@ -144,6 +144,14 @@ def test_factor_free(method: str, variant: str) -> None:
         assert_close(run(method, [mapped(item, change) for item in adapters], rank=20), expected, 1e-4)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", lawful("rotation-free"))
+def test_rotation_free(method: str, variant: str) -> None:
+    adapters = VARIANTS[variant]()
+    expected = {name: f.delta() for name, f in run(method, adapters).modules.items()}
+    assert_close(run(method, adapters, core=True), expected)
+
+
 @pytest.mark.parametrize("method", [name for name, row in METHODS.items() if row.limit])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_limit(method: str, variant: str) -> None:
@@ -179,10 +187,11 @@ def test_inputs_are_not_mutated_and_results_own_their_memory(method: str) -> Non
     assert all(f.scaling == 1.0 and f.a.dtype == f.b.dtype == torch.float32 for f in merged.modules.values())
 
 
+@pytest.mark.parametrize("core", [False, True], ids=["", "core"])
 @pytest.mark.parametrize("case", EXTREME)
 @pytest.mark.parametrize("method", METHODS)
-def test_finite_on_extreme_adapters(method: str, case: str) -> None:
-    merged = run(method, EXTREME[case]())
+def test_finite_on_extreme_adapters(method: str, case: str, core: bool) -> None:
+    merged = run(method, EXTREME[case](), core=core)
     for item in merged.modules.values():
         assert torch.isfinite(item.a).all()
         assert torch.isfinite(item.b).all()
@@ -191,9 +200,10 @@ def test_finite_on_extreme_adapters(method: str, case: str) -> None:
     )
 
 
+@pytest.mark.parametrize("core", [False, True], ids=["", "core"])
 @pytest.mark.parametrize("method", METHODS)
-def test_tiny_adapters_do_not_vanish(method: str) -> None:
-    merged = run(method, EXTREME["tiny"]())
+def test_tiny_adapters_do_not_vanish(method: str, core: bool) -> None:
+    merged = run(method, EXTREME["tiny"](), core=core)
     assert all(f.a.abs().max() * f.b.abs().max() > 1e-34 for f in merged.modules.values())
 
 

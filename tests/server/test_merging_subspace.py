@@ -163,9 +163,19 @@ def test_iso_c_has_a_flat_spectrum_over_the_support_only() -> None:
     assert singular[RANK * PARTIES] < 1e-5 * singular[0]
 
 
-def test_core_ties_with_full_density_of_one_sign_is_the_mean() -> None:
+def test_ties_in_core_space_with_full_density_of_one_sign_is_the_mean() -> None:
     factors = parties(shared=True)
     same = [Factors(factors[0].a, k * factors[0].b) for k in (1.0, 2.0, 3.0)]
     expected = 2 * factors[0].b.double() @ factors[0].a.double()
-    found = run(same, method="core-ties", density=1.0).double()
+    found = run(same, method="ties", core=True, density=1.0).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ties_in_core_space_is_ties_on_the_coordinates() -> None:
+    factors = parties()
+    core = core_of(factors, [1.0] * PARTIES)
+    small = [Factors(torch.eye(part.shape[1]), part.float()) for part in core.parts]
+    expected = core.q_b @ run(small, method="ties", density=0.3).double() @ core.q_a.T
+    found = run(factors, method="ties", density=0.3, core=True).double()
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert (found - run(factors, method="ties", density=0.3)).norm() > 0.1 * expected.norm()
