@@ -46,11 +46,13 @@ class Refused(DpmergeError):
 def show(value: object) -> str:
     """A value as one short line, close to how TOML writes it.
 
-    >>> show(True), show("movie"), show(0.5)
-    ('true', '"movie"', '0.5')
+    >>> show(True), show("movie"), show({"k": 2})
+    ('true', '"movie"', '{ k = 2 }')
     """
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {show(item)}" for key, item in value.items()) + " }"
     line = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else " ".join(repr(value).split())
     return line if len(line) <= 80 else f"{line[:77]}…"
 
@@ -74,7 +76,11 @@ class Rule:
             Refused: If the rule does not accept the value.
         """
         if self.accepts(value):
-            return self.convert(value)
+            try:
+                return self.convert(value)
+            except Refused as inner:  # a table within the table
+                path = f"{key}.{inner.key}"
+                raise Refused(section, path, inner.value, inner.complaint, inner.fix, code=inner.code) from None
         fix = self.remedy or f"write, for example, {key.rpartition('.')[2]} = {show(example)}"
         if self.options:
             fix = f"choose one of {', '.join(self.options)}{closest(str(value), self.options)}"
@@ -242,6 +248,26 @@ def unknown_key(section: str, key: str, valid: list[str]) -> Refused:
     return Refused(section, key, None, "is not a known key", fix, code="DPM-102")
 
 
+def nested(cls: type[Any]) -> Rule:
+    """A table within a table, or the settings object that was made of one."""
+    properties = {
+        key.name: {
+            **key.metadata["rule"].schema,
+            "description": key.metadata["about"],
+            **({} if key.default is MISSING else {"default": key.default}),
+        }
+        for key in fields(cls)
+    }
+    required = [key.name for key in fields(cls) if key.default is MISSING]
+    schema = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+    return Rule(
+        lambda v: isinstance(v, Mapping | cls),
+        "a table",
+        schema,
+        lambda v: v if isinstance(v, cls) else build(cls, v, ""),
+    )
+
+
 def build(cls: type[S], table: object, section: str) -> S:
     """A settings object from a TOML table, refusing unknown and missing keys by their full path."""
     if not isinstance(table, Mapping):
@@ -252,7 +278,7 @@ def build(cls: type[S], table: object, section: str) -> S:
             raise unknown_key(section, key, list(known))
     for name, key in known.items():
         if name not in table and key.default is MISSING and key.default_factory is MISSING:
-            fix = f'add it, for example {name} = "{key.metadata.get("example", "…")}"'
+            fix = f"add it, for example {name} = {show(key.metadata.get('example') or '…')}"
             raise Refused(section, name, None, "is missing", fix)
     try:
         return cls(**table)

@@ -27,10 +27,12 @@ from dpmerge.common.config_rules import (
     check_fields,
     check_overrides,
     choice,
+    nested,
     real,
     whole,
     words,
 )
+from dpmerge.common.config_subspace import SubspaceSettings
 from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
@@ -161,12 +163,31 @@ class TrainingSettings:
         default="label-text",
         metadata=_meta(choice("label-text", "linear"), "Frozen head made of the label descriptions, or a trained one."),
     )
+    subspace: SubspaceSettings | None = field(
+        default=None,
+        metadata=_meta(
+            nested(SubspaceSettings),
+            "Train k directions made from public data, in place of all coordinates.",
+            {"k": 256, "public": "sms"},
+        ),
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.ascent_sampling != "paired" and self.sharpness != "sam":
             problem = 'is allowed only with sharpness = "sam", which alone has an ascent query'
             raise Refused(self.section, "ascent_sampling", self.ascent_sampling, problem, "remove ascent_sampling")
+        if self.subspace is not None:
+            self._check_subspace(self.subspace)
+
+    def _check_subspace(self, subspace: SubspaceSettings) -> None:
+        if self.head == "linear":
+            problem = "has no gradients to find directions from: a linear head starts at zero"
+            raise Refused(self.section, "subspace", None, problem, 'state head = "label-text", or remove subspace')
+        if self.optimizer == "dp-adam" and subspace.allocation != "uniform":
+            problem = "knows one noise for all coordinates"
+            fix = 'use adam, or subspace.allocation = "uniform"'
+            raise Refused(self.section, "optimizer", self.optimizer, problem, fix)
 
 
 @dataclass(frozen=True, kw_only=True)
