@@ -82,11 +82,11 @@ class StreamingSvd:
         """Take in the next rows [m, P] fp32, which must not be changed afterwards.
 
         Raises:
-            DpmergeError: DPM-507 if one is not finite.
+            DpmergeError: DPM-505 if one is not finite.
         """
         if not rows.isfinite().all():
             raise DpmergeError(
-                "DPM-507",
+                "DPM-505",
                 "a public gradient is not finite, so no directions can be taken from it",
                 "look for damaged texts in the public data, or choose others",
             )
@@ -99,14 +99,14 @@ class StreamingSvd:
         """Return the basis.
 
         Raises:
-            DpmergeError: DPM-507 if the rows seen span fewer than k directions.
+            DpmergeError: DPM-505 if the rows seen span fewer than k directions.
         """
         rows = self._gather()
         left, singular = _left_singular(rows)
         rank = int((singular > RANK_TOLERANCE * singular[:1]).sum()) if len(singular) else 0
         if rank < self._k:
             raise DpmergeError(
-                "DPM-507",
+                "DPM-505",
                 f"subspace.k = {self._k} directions are asked of {len(self._mix)} public gradients that span {rank}",
                 f"choose a k of at most {rank}, or give more public texts" if rank else "give other public texts",
             )
@@ -132,14 +132,14 @@ def random_basis(num_coordinates: int, k: int, seed: str) -> Basis:
     """Return k random orthonormal directions from a public seed: the same wherever the same torch runs.
 
     Raises:
-        DpmergeError: DPM-507 if k exceeds the number of coordinates.
+        DpmergeError: DPM-505 if k exceeds the number of coordinates.
 
     >>> random_basis(5, 2, "7").rows.shape
     torch.Size([2, 5])
     """
     if k > num_coordinates:
         raise DpmergeError(
-            "DPM-507",
+            "DPM-505",
             f"subspace.k = {k} exceeds the {num_coordinates} trainable coordinates",
             f"choose a k below {num_coordinates}, or train without a subspace",
         )

@@ -30,7 +30,7 @@ CODES = {
     "DPM-502": "training cannot be made private",
     "DPM-503": "training moved nothing",
     "DPM-504": "ledger refuses",
-    "DPM-507": "subspace cannot be made",
+    "DPM-505": "subspace cannot be made",
     "DPM-506": "privacy budget exceeded",
     "DPM-507": "site policy refuses",
     "DPM-599": "party failed for a reason kept at the party",
