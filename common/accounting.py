@@ -16,7 +16,7 @@ References:
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
@@ -38,6 +38,9 @@ _FFT_ERROR = 1e-14
 """Set aside from δ: against the closed form at q = 1, compositions came out too small by 3e-16 (tests)."""
 
 _MAX_RDP = 10 * MAX_EPSILON
+_Parts = tuple[tuple[float, float, int], ...]
+"""Queries as (σ, q, count)."""
+
 _INTERVAL = 1e-4
 _MAX_LOSS_CELLS = 2**18
 _PRV_RELATIVE_ERROR = 0.01
@@ -71,19 +74,46 @@ def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
     Raises:
         DpmergeError: DPM-501 where the number could not be trusted: δ < 1e-12, ε > 100, or δ eaten up by the sampler.
     """
-    if not mechanism.private:
+    return epsilon_together((mechanism,), mechanism.target_delta, pessimistic=pessimistic)
+
+
+def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimistic: bool = True) -> float:
+    """Return ε at δ of several trainings on the same records, whatever was made of the earlier ones when later ran.
+
+    All loss distributions are composed, so this is less than the sum of the ε's; the secure samplers' errors add up.
+
+    Args:
+        mechanisms: All of one privacy unit; none at all cost nothing.
+        delta: δ of the total; each mechanism's own plays no part.
+        pessimistic: False gives a bracket's lower end.
+
+    Raises:
+        DpmergeError: As `epsilon_pld`.
+        ValueError: If the privacy units differ.
+
+    >>> one = calibrate(target_epsilon=1.0, target_delta=1e-5, population=1000, expected_batch_size=64, num_steps=10,
+    ...                 l2_clip_norm=1.0)
+    >>> round(epsilon_together([one, one], 1e-5), 2)
+    1.27
+    """
+    if len({mechanism.privacy_unit for mechanism in mechanisms}) > 1:
+        raise ValueError("Expected mechanisms of one privacy_unit: what protects a record is no bound for a user.")
+    if not mechanisms:
+        return 0.0
+    if not all(mechanism.private for mechanism in mechanisms):
         return math.inf
-    delta = _delta_left(mechanism, 0.0)
+    left = _delta_left(mechanisms, delta, 0.0)
     remedy = "add noise, train fewer steps, or state private = false"
-    rdp = _rdp(mechanism, delta)  # a cheap look first: hopeless loss distributions outgrow memory
+    parts = _parts(mechanisms)
+    rdp = _rdp(parts, left)  # a cheap look first: hopeless loss distributions outgrow memory
     _refuse_unless(rdp <= _MAX_RDP, f"RDP gives epsilon = {rdp:.3g}, far above {MAX_EPSILON:g}", remedy)
-    loss = _composed(mechanism.queries, mechanism.sampling_prob, pessimistic, 1)
+    loss = _composed(parts, pessimistic, 1)
     epsilon = -1.0
-    larger = float(loss.get_epsilon_for_delta(delta))
+    larger = float(loss.get_epsilon_for_delta(left))
     while larger > epsilon:  # the sampler's charge grows with ε and ε with the charge: climb to the least fixed point
         epsilon = larger
         _refuse_unless(epsilon <= MAX_EPSILON, f"epsilon = {epsilon:g} is above {MAX_EPSILON:g}", remedy)
-        larger = float(loss.get_epsilon_for_delta(_delta_left(mechanism, epsilon)))
+        larger = float(loss.get_epsilon_for_delta(_delta_left(mechanisms, delta, epsilon)))
     return epsilon
 
 
@@ -91,7 +121,8 @@ def epsilon_rdp(mechanism: Mechanism) -> float:
     """Return ε by Rényi divergence at integer orders: an upper bound, never below the truth."""
     if not mechanism.private:
         return math.inf
-    return _rdp(mechanism, _delta_left(mechanism, epsilon_pld(mechanism)))
+    left = _delta_left((mechanism,), mechanism.target_delta, epsilon_pld(mechanism))
+    return _rdp(_parts((mechanism,)), left)
 
 
 def epsilon_prv(mechanism: Mechanism) -> float:
@@ -108,7 +139,8 @@ def epsilon_prv(mechanism: Mechanism) -> float:
             "ignore"
         )  # log(0) at q = 1 and the range of its internal RDP orders; the result is checked
         error = _PRV_RELATIVE_ERROR * max(1.0, epsilon)
-        return float(accountant.get_epsilon(_delta_left(mechanism, epsilon), eps_error=error))
+        left = _delta_left((mechanism,), mechanism.target_delta, epsilon)
+        return float(accountant.get_epsilon(left, eps_error=error))
 
 
 @lru_cache(maxsize=64)
@@ -124,7 +156,7 @@ def cross_check(mechanism: Mechanism) -> Accounting:
         epsilon_optimistic=epsilon_pld(mechanism, pessimistic=False),
         epsilon_prv=epsilon_prv(mechanism),
         epsilon_rdp=epsilon_rdp(mechanism),
-        sampler_delta=_sampler_delta(mechanism, epsilon),
+        sampler_delta=_sampler_delta((mechanism,), epsilon),
         accountant=f"dp-accounting {version('dp-accounting')} PLD",
     )
     _refuse_disagreement(accounting)
@@ -194,11 +226,11 @@ def _calibrated(unit_noise: Mechanism, target: float) -> Mechanism:
     A coarse PLD (cells ten times as wide, still pessimistic) finds the root cheaply; the claimed PLD, a little tighter,
     confirms it or takes the last steps. ε falls at least as fast as 1/σ: a relative slack in ε bounds that in σ.
     """
-    delta = _delta_left(unit_noise, target)
+    delta = _delta_left((unit_noise,), unit_noise.target_delta, target)
     free = replace(unit_noise, noise="fast")  # the search may pass through σ that secure noise would refuse
 
     def epsilon_at(scale: float, coarseness: int) -> float:
-        loss = _composed(_scaled(free, scale).queries, free.sampling_prob, True, coarseness)
+        loss = _composed(_parts((_scaled(free, scale),)), True, coarseness)
         return float(loss.get_epsilon_for_delta(delta))
 
     scale = _least_scale(lambda s: epsilon_at(s, 10), target, start=1.0, step=math.log(2))
@@ -240,17 +272,27 @@ def _least_scale(epsilon_at: Callable[[float], float], target: float, *, start: 
     return math.exp(root)
 
 
+def _parts(mechanisms: Sequence[Mechanism]) -> _Parts:
+    """Return the different (σ, q) in the order in which they first appear, each with the number of its queries."""
+    counts: dict[tuple[float, float], int] = {}
+    for mechanism in mechanisms:
+        for sigma, count in mechanism.queries:
+            query = (sigma, mechanism.sampling_prob)
+            counts[query] = counts.get(query, 0) + count
+    return tuple((sigma, q, count) for (sigma, q), count in counts.items())
+
+
 @lru_cache(maxsize=8)
-def _composed(queries: tuple[tuple[float, int], ...], q: float, pessimistic: bool, coarseness: int) -> Any:
+def _composed(parts: _Parts, pessimistic: bool, coarseness: int) -> Any:
     """Return dp-accounting's loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
-    sigmas = [sigma for sigma, _ in queries]
+    interval = coarseness * _interval(parts)
     total = None
-    for sigma, count in queries:
+    for sigma, q, count in parts:
         one = pld.from_gaussian_mechanism(
             standard_deviation=sigma,
             sampling_prob=q,
             pessimistic_estimate=pessimistic,
-            value_discretization_interval=coarseness * _interval(min(sigmas), max(sigmas), q),
+            value_discretization_interval=interval,
             use_connect_dots=pessimistic,  # connect-the-dots exists for the pessimistic side only
         )
         composed = one.self_compose(count)
@@ -258,33 +300,34 @@ def _composed(queries: tuple[tuple[float, int], ...], q: float, pessimistic: boo
     return total
 
 
-def _interval(smallest_sigma: float, largest_sigma: float, q: float) -> float:
+def _interval(parts: _Parts) -> float:
     """Return a loss cell's width: 1e-4; less where one query's loss, about q/σ, is as small; more where it is huge."""
+    smallest_loss = min(q / sigma for sigma, q, _ in parts)
+    smallest_sigma = min(sigma for sigma, _, _ in parts)
     largest_loss = 0.5 / smallest_sigma**2 + 10 / smallest_sigma
-    return max(min(_INTERVAL, q / (40 * largest_sigma)), largest_loss / _MAX_LOSS_CELLS)
+    return max(min(_INTERVAL, smallest_loss / 40), largest_loss / _MAX_LOSS_CELLS)
 
 
-def _rdp(mechanism: Mechanism, delta: float) -> float:
+def _rdp(parts: _Parts, delta: float) -> float:
     accountant = RdpAccountant(orders=_RDP_ORDERS)
-    for sigma, count in mechanism.queries:
-        accountant.compose(PoissonSampledDpEvent(mechanism.sampling_prob, GaussianDpEvent(sigma)), count)
+    for sigma, q, count in parts:
+        accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), count)
     return float(accountant.get_epsilon(delta))
 
 
-def _sampler_delta(mechanism: Mechanism, epsilon: float) -> float:
+def _sampler_delta(mechanisms: Sequence[Mechanism], epsilon: float) -> float:
     """Return the part of δ that the secure sampler costs at this ε.
 
     If all its output is within total variation η of the ideal, then for neighbours D, D' and any event S
     P[M(D) ∈ S] ≤ η + δ' + e^ε (P[M(D') ∈ S] + η). So it costs (1 + e^ε) η, and η ≤ (values drawn)·(bound of one).
     """
-    if not mechanism.private or mechanism.noise == "fast":
-        return 0.0
-    return (1 + math.exp(epsilon)) * mechanism.num_noise_values * SAMPLER_TV_PER_VALUE
+    num_values = sum(m.num_noise_values for m in mechanisms if m.private and m.noise == "secure")
+    return (1 + math.exp(epsilon)) * num_values * SAMPLER_TV_PER_VALUE if num_values else 0.0
 
 
-def _delta_left(mechanism: Mechanism, epsilon: float) -> float:
-    """Return what remains of δ for the ideal mechanism at this ε, after the sampler's and the arithmetic's share."""
-    delta, charge = mechanism.target_delta, _sampler_delta(mechanism, epsilon)
+def _delta_left(mechanisms: Sequence[Mechanism], delta: float, epsilon: float) -> float:
+    """Return what remains of δ for the ideal mechanisms at this ε, after the samplers' and the arithmetic's share."""
+    charge = _sampler_delta(mechanisms, epsilon)
     _refuse_unless(delta >= MIN_DELTA, f"delta = {delta:g} is too small to account", f"choose at least {MIN_DELTA:g}")
     left = delta - charge - _FFT_ERROR
     remedy = "raise delta, lower epsilon, or train fewer coordinates"

@@ -8,7 +8,7 @@ import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
 from dpmerge.common import accounting
-from dpmerge.common.accounting import calibrate, cross_check, epsilon_pld, epsilon_prv, epsilon_rdp
+from dpmerge.common.accounting import calibrate, cross_check, epsilon_pld, epsilon_prv, epsilon_rdp, epsilon_together
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
 
@@ -188,3 +188,28 @@ def test_a_witness_that_disagrees_stops_the_claim(monkeypatch, witness, shift):
 def test_no_privacy_has_no_epsilon():
     result = cross_check(make(0.0, private=False))
     assert result.epsilon == result.epsilon_prv == result.epsilon_rdp == math.inf
+
+
+def test_trainings_together_are_composed_as_dp_accounting_composes_their_events():
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    rows = [row for row in GOLDEN["rows"] if row[1] < 1 and row[2] <= 500]
+    oracle = PLDAccountant()
+    for sigma, q, steps, *_ in rows:
+        oracle.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps)
+    together = epsilon_together([make(sigma, q, steps, delta) for sigma, q, steps, delta, *_ in rows], 1e-5)
+    assert together == pytest.approx(oracle.get_epsilon(1e-5), abs=2e-3)
+    assert max(row[5] for row in rows) < together < sum(row[5] for row in rows)
+
+
+def test_trainings_together_pay_for_every_sampler_and_keep_units_apart():
+    free = make(num_coordinates=10**7)
+    secure = replace(free, noise="secure")
+    assert epsilon_together([], 1e-5) == 0.0
+    assert epsilon_together([free, secure], 1e-5) == epsilon_together([secure, free], 1e-5)
+    assert epsilon_together([free] * 2, 1e-9) < epsilon_together([free, secure], 1e-9)
+    assert epsilon_together([free, secure], 1e-9) < epsilon_together([secure] * 2, 1e-9)
+    assert math.isinf(epsilon_together([free, replace(free, noise_multiplier=0.0, private=False)], 1e-5))
+    with pytest.raises(ValueError, match="one privacy_unit"):
+        epsilon_together([free, replace(free, privacy_unit="user")], 1e-5)
