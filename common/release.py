@@ -146,8 +146,17 @@ def release_from_files(files: Mapping[str, bytes], origin: str = "release") -> R
         ReleaseRefused: For a file, a header, a key or a value that the format does not allow.
     """
     check_names(files, origin)
-    fix = "send the folder as dpmerge wrote it"
     adapter, _ = parse_tensors(files[ADAPTER], f"{origin}: {ADAPTER}")
+    return release_around(adapter, files, origin)
+
+
+def release_around(adapter: dict[str, Tensor], files: Mapping[str, bytes], origin: str) -> Release:
+    """Parse and check all files of a release but the adapter, for whom that stays on disk.
+
+    Raises:
+        ReleaseRefused: As `release_from_files`.
+    """
+    fix = "send the folder as dpmerge wrote it"
     tensors, metadata = parse_tensors(files[HEAD], f"{origin}: {HEAD}")
     config, statement, merge = (
         parse_json(files[name], f"{origin}: {name}") if name in files else None for name in (CONFIG, STATEMENT, MERGE)
@@ -170,8 +179,13 @@ def release_hash(files: Mapping[str, bytes]) -> str:
     >>> release_hash({"a.json": b"{}", "README.md": b"x"}) == release_hash({"a.json": b"{}"})
     True
     """
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items() if name not in UNHASHED}
-    return hashlib.sha256(rfc8785.dumps(hashes)).hexdigest()
+    return hash_of_hashes({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
+
+
+def hash_of_hashes(hashes: Mapping[str, str]) -> str:
+    """Name a release as `release_hash` does, by the SHA-256 of each of its files."""
+    kept = {name: value for name, value in hashes.items() if name not in UNHASHED}
+    return hashlib.sha256(rfc8785.dumps(kept)).hexdigest()
 
 
 def write_release(folder: Path, release: Release) -> None:

@@ -98,19 +98,25 @@ def parse_json(data: bytes, origin: str) -> dict[str, Any]:
     return value
 
 
-def parse_tensors(
-    data: bytes, origin: str, dtypes: Collection[str] = ("F32",)
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parse a safetensors file: (tensors by sorted key, metadata).
+def parse_header(
+    data: bytes, size: int, origin: str, dtypes: Collection[str] = ("F32",)
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Parse and check the header of a safetensors file: ({key: {dtype, shape, data_offsets}}, metadata).
 
-    The length and the JSON of the header are checked before the parser sees them; then keys, dtypes and values.
+    Offsets are left to the parser of safetensors, which compares them with dtypes, shapes and the file's size.
+
+    Args:
+        data: The file, or its first 8 + `MAX_HEADER_BYTES` bytes.
+        size: Bytes of the whole file.
+        origin: Opens every refusal.
+        dtypes: Those that are accepted, as safetensors writes them.
     """
     fix = "send the file as dpmerge wrote it"
     length = int.from_bytes(data[:8], "little")
-    if len(data) >= 8 and length > MAX_HEADER_BYTES:
+    if size >= 8 and length > MAX_HEADER_BYTES:
         raise ReleaseRefused("header-too-large", f"{origin}: header of {length} bytes", fix)
-    if len(data) < 8 + length:
-        raise ReleaseRefused("truncated", f"{origin}: {len(data)} bytes", fix)
+    if size < 8 + length:
+        raise ReleaseRefused("truncated", f"{origin}: {size} bytes", fix)
     header = parse_json(data[8 : 8 + length], origin)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -123,6 +129,18 @@ def parse_tensors(
             # beside a 0 any size fits the file, and torch overflows on it; without one the parser counts the bytes
             problem = f"{origin}: {key} does not have at most {MAX_TENSOR_DIMENSIONS} dimensions, none of them empty"
             raise ReleaseRefused("shape", problem, fix)
+    return header, metadata
+
+
+def parse_tensors(
+    data: bytes, origin: str, dtypes: Collection[str] = ("F32",)
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parse a safetensors file: (tensors by sorted key, metadata).
+
+    The length and the JSON of the header are checked before the parser sees them; then keys, dtypes and values.
+    """
+    _, metadata = parse_header(data, len(data), origin, dtypes)
+    fix = "send the file as dpmerge wrote it"
     try:
         tensors = load_tensors(data)
     except SafetensorError as error:
