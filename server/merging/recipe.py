@@ -1,8 +1,10 @@
 """What every method is given, and what it gives back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import get_args
+
+from torch import Tensor
 
 from dpmerge.common.config_sections import Semantics
 from dpmerge.server.merging.deltas import Factors, Modules
@@ -22,6 +24,10 @@ class Recipe:
         semantics: Whose TIES: "paper", "peft" or "mergekit".
         ridge: Relative ridge of a least-squares method, at least 0.
         common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
+        spread: How far `della`'s probabilities vary with magnitude, in [0, 1].
+        outliers: Share of the largest entries that `breadcrumbs` drops, in [0, 1).
+        off_diagonal: What `regmean` keeps of Gram matrices outside their diagonals, in [0, 1].
+        statistics: Party → module → what public data say of it, where the row needs it; may be lazy.
         rank: Rank of the result, or None for the lowest exact one.
         seed: Of random masks.
     """
@@ -33,6 +39,10 @@ class Recipe:
     semantics: str = "paper"
     ridge: float = 0.0
     common_share: float = 0.8
+    spread: float = 0.2
+    outliers: float = 0.01
+    off_diagonal: float = 0.9
+    statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     rank: int | None = None
     seed: int = 0
 
