@@ -2,13 +2,14 @@
 
 Reads releases, merged models and plain PEFT adapter folders alike. A module that a party does not adapt has delta 0,
 which is a factor pair of rank 0; so ragged ranks, absent modules and shared or independent A all are the same case to
-the methods.
+the methods. Factors of a folder stay in their file until a method looks at them, one party and module at a time.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,17 @@ from dpmerge.common.release import (
     PICKLES,
     STATEMENT,
     Head,
+    Release,
+    check_names,
+    hash_of_hashes,
+    release_around,
     release_from_files,
     release_hash,
 )
 from dpmerge.common.untrusted import parse_json, parse_tensors
+from dpmerge.server.merging.stored import DTYPES, StoredTensor, open_tensors
 
-DTYPES = ("F32", "BF16", "F16")  # everything is computed in fp32 or fp64, whatever the input
+Source = Tensor | StoredTensor
 
 # Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
 UNSUPPORTED = (
@@ -52,9 +58,11 @@ UNSUPPORTED = (
 class Factors:
     """One low-rank weight change, τ = scaling · b a.
 
+    `a` and `b` of what is stored are read at each look, so that holding factors costs nothing: look once.
+
     Attributes:
-        a: [rank, in].
-        b: [out, rank].
+        source_a: [rank, in], or where it is stored.
+        source_b: [out, rank], or where it is stored.
         scaling: alpha/rank, or alpha/√rank with rsLoRA; 1 for everything that a merge returns.
 
     >>> Factors(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
@@ -63,18 +71,51 @@ class Factors:
             [2., 2.]])
     """
 
-    a: Tensor
-    b: Tensor
+    source_a: Source
+    source_b: Source
     scaling: float = 1.0
+
+    @property
+    def a(self) -> Tensor:
+        """A, [rank, in]; fp32 if it comes from a file."""
+        return self.source_a if isinstance(self.source_a, Tensor) else self.source_a.read()
+
+    @property
+    def b(self) -> Tensor:
+        """B, [out, rank]; fp32 if it comes from a file."""
+        return self.source_b if isinstance(self.source_b, Tensor) else self.source_b.read()
 
     @property
     def rank(self) -> int:
         """Number of rows of A: the rank that is stored, not the numerical one."""
-        return len(self.a)
+        return self.source_a.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(out, in) of the weight; reads nothing."""
+        return self.source_b.shape[0], self.source_a.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where `a` and `b` are, or are read to."""
+        return self.source_a.device
 
     def delta(self) -> Tensor:
         """Return the full weight change [out, in] in fp32."""
         return (self.b.float() * self.scaling) @ self.a.float()
+
+    def on(self, device: torch.device | str) -> "Factors":
+        """Return the same weight change with its factors, or where they are read to, on a device."""
+        place = torch.device(device)
+        return Factors(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
+
+    def is_finite(self) -> bool:
+        """Tell whether all numbers are finite; those in a file were checked when it was opened."""
+        return all(isinstance(x, StoredTensor) or bool(torch.isfinite(x).all()) for x in (self.source_a, self.source_b))
+
+
+def _on(source: Source, device: torch.device) -> Source:
+    return source.to(device) if isinstance(source, Tensor) else replace(source, device=device)
 
 
 Modules = Mapping[str, tuple[Factors, ...]]
@@ -96,7 +137,7 @@ class Adapter:
     """
 
     party: str
-    modules: dict[str, Factors]
+    modules: Mapping[str, Factors]
     config: dict[str, Any]
     sha256: str
     base_sha256: str | None = None
@@ -110,7 +151,9 @@ class Adapter:
 
 
 def read_adapter(folder: Path, party: str | None = None) -> Adapter:
-    """Read a release, a merged model, or a plain PEFT adapter folder.
+    """Open a release, a merged model, or a plain PEFT adapter folder, and check all of it.
+
+    The factors stay in the file; every tensor is read once here, to hash it and to see that it is finite.
 
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
@@ -121,7 +164,18 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
         problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
         raise DpmergeError("DPM-402", f"{folder} {problem}", "name a folder with a LoRA adapter in safetensors")
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
-    return adapter_from_files({name: (folder / name).read_bytes() for name in known}, party or folder.name)
+    origin = party or folder.name
+    files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
+    with (folder / ADAPTER).open("rb") as file:
+        hashes = {ADAPTER: hashlib.file_digest(file, "sha256").hexdigest()}
+    digest = hash_of_hashes(hashes | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
+    if STATEMENT in files or MERGE in files:
+        check_names(known, origin)
+        tensors = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",))
+        return _of_release(release_around({}, files, origin), tensors, origin, digest)
+    config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
+    tensors = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}")
+    return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
@@ -137,20 +191,26 @@ def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
     digest = release_hash(files)
     if STATEMENT in files or MERGE in files:
         release = release_from_files(files, party)
-        party = release.party if release.statement else party
-        factors = lora_factors(release.adapter, release.adapter_config, party)
-        base_sha256 = release.statement.get("base_sha256")
-        return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
+        return _of_release(release, release.adapter, party, digest)
     config = parse_json(files[CONFIG], f"{party}: {CONFIG}")
     tensors, _ = parse_tensors(files[ADAPTER], f"{party}: {ADAPTER}", DTYPES)
-    return Adapter(party, lora_factors(tensors, config, party), config, digest)
+    in_fp32 = {key: tensor.float() for key, tensor in tensors.items()}
+    return Adapter(party, lora_factors(in_fp32, config, party), config, digest)
 
 
-def lora_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
+def _of_release(release: Release, tensors: Mapping[str, Source], party: str, digest: str) -> Adapter:
+    """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
+    party = release.party if release.statement else party
+    factors = lora_factors(tensors, release.adapter_config, party)
+    base_sha256 = release.statement.get("base_sha256")
+    return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
+
+
+def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
     """Pair up the LoRA tensors of an adapter, with each module's own scaling.
 
     Args:
-        tensors: Tensors under PEFT's keys.
+        tensors: fp32 tensors under PEFT's keys, or where they are stored.
         config: PEFT's configuration: r, lora_alpha, use_rslora, rank_pattern, alpha_pattern.
         party: Named in every refusal.
 
@@ -170,8 +230,8 @@ def lora_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], party
     for stem in sorted(pairs):
         if f"{stem}.lora_B.weight" in tensors:
             name = stem.removeprefix(PEFT_PREFIX)
-            a, b = tensors[f"{stem}.lora_A.weight"].float(), tensors[f"{stem}.lora_B.weight"].float()
-            factors[name] = Factors(a, b, _scaling(name, a, b, config, party))
+            a, b = tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"]
+            factors[name] = Factors(a, b, _scaling(name, a.shape, b.shape, config, party))
     for key in tensors:
         if not key.endswith((".lora_A.weight", ".lora_B.weight")) or key.rpartition(".lora_")[0] not in pairs:
             raise DpmergeError("DPM-402", f"{party}: {key} has no place in a LoRA merge", "merge plain LoRA adapters")
@@ -181,13 +241,11 @@ def lora_factors(tensors: Mapping[str, Tensor], config: Mapping[str, Any], party
     return factors
 
 
-def _scaling(name: str, a: Tensor, b: Tensor, config: Mapping[str, Any], party: str) -> float:
+def _scaling(name: str, a: Sequence[int], b: Sequence[int], config: Mapping[str, Any], party: str) -> float:
     rank = int(_of_pattern(config.get("rank_pattern"), name, config["r"]))
     alpha = float(_of_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
-    if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank:
-        problem = (
-            f"{party}: {name} has A {tuple(a.shape)} and B {tuple(b.shape)} where the configuration says rank {rank}"
-        )
+    if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
+        problem = f"{party}: {name} has A {tuple(a)} and B {tuple(b)} where the configuration says rank {rank}"
         raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
@@ -200,12 +258,15 @@ def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: float) ->
     return default
 
 
-def gather(adapters: Sequence[Adapter], *, strict: bool = True) -> tuple[dict[str, tuple[Factors, ...]], list[str]]:
-    """Check that adapters fit together, and line their modules up: the merge gate.
+def gather(
+    adapters: Sequence[Adapter], *, strict: bool = True, device: torch.device | str | None = None
+) -> tuple[dict[str, tuple[Factors, ...]], list[str]]:
+    """Check that adapters fit together, and line their modules up: the merge gate. Copies nothing.
 
     Args:
         adapters: At least one, with different party names.
         strict: Refuse a module that some party does not adapt. Otherwise its delta there is 0, and it is listed.
+        device: Where factors are read to, and methods compute; None leaves them where they are.
 
     Returns:
         The factors per module, and a list "party: module" of what was taken as 0.
@@ -216,16 +277,15 @@ def gather(adapters: Sequence[Adapter], *, strict: bool = True) -> tuple[dict[st
     if not adapters:
         raise DpmergeError("DPM-403", "no adapter to merge", "give at least one release or PEFT adapter folder")
     first = adapters[0]
-    shapes: dict[str, tuple[int, int, str]] = {}
+    shapes: dict[str, tuple[tuple[int, int], str]] = {}
     problems: list[str] = []
     for adapter in adapters:
         problems += _base_mismatch(first, adapter)
         for name, factors in adapter.modules.items():
-            out, width, owner = shapes.setdefault(name, (len(factors.b), factors.a.shape[1], adapter.party))
-            if (out, width) != (len(factors.b), factors.a.shape[1]):
-                shape = (len(factors.b), factors.a.shape[1])
-                problems.append(f"{adapter.party}: {name} is {shape} but ({out}, {width}) at {owner}")
-            if not (torch.isfinite(factors.a).all() and torch.isfinite(factors.b).all()):
+            shape, owner = shapes.setdefault(name, (factors.shape, adapter.party))
+            if factors.shape != shape:
+                problems.append(f"{adapter.party}: {name} is {factors.shape} but {shape} at {owner}")
+            if not factors.is_finite():
                 problems.append(f"{adapter.party}: {name} holds NaN or infinity")
     absent = [f"{a.party}: {name}" for name in sorted(shapes) for a in adapters if name not in a.modules]
     problems += [f"{entry} is not adapted" for entry in absent if strict]
@@ -234,8 +294,9 @@ def gather(adapters: Sequence[Adapter], *, strict: bool = True) -> tuple[dict[st
     if problems:
         fix = "merge adapters of one base model and one set of modules, each party once"
         raise DpmergeError("DPM-402", "; ".join(problems), fix)
-    nothing = {name: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width, _) in shapes.items()}
-    return {n: tuple(a.modules.get(n, nothing[n]) for a in adapters) for n in sorted(shapes)}, absent
+    nothing = {n: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for n, ((out, width), _) in shapes.items()}
+    rows = {n: tuple(a.modules.get(n, nothing[n]) for a in adapters) for n in sorted(shapes)}
+    return rows if device is None else {n: tuple(f.on(device) for f in row) for n, row in rows.items()}, absent
 
 
 def _base_mismatch(first: Adapter, other: Adapter) -> list[str]:
