@@ -20,6 +20,7 @@ with warnings.catch_warnings():
 EXAMPLE = Path(__file__).parents[2] / "examples" / "five-organisations.toml"
 COMMANDS = [
     ["simulate"],
+    ["merge"],
     ["report"],
     ["assets", "fetch"],
     ["assets", "list"],

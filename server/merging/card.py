@@ -1,0 +1,127 @@
+"""The model card of a merge: what went in, how it was merged, and what its privacy claims are and are not."""
+
+import re
+from collections.abc import Sequence
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import MERGE, PICTURE, Release
+from dpmerge.common.statement import mechanism_from_statement, sentence
+from dpmerge.server.merging.gate import Entry
+from dpmerge.server.merging.registry import METHODS
+
+POST_PROCESSING = (
+    "Merging read the released adapters and nothing else. It is post-processing of what was private already: it costs "
+    "no privacy, and each party's ε and δ hold for the merged model as they held for its release."
+)
+OVERLAP = (
+    "A record (or user) that is in the data of several parties is covered by the sum of their budgets only: ε and δ "
+    "add up over the parties that hold it."
+)
+UNVERIFIED = "ε and δ are the parties' own statements; `dpmerge verify` recomputes them from a release."
+
+
+def merge_card(release: Release, entries: Sequence[Entry], *, materialized: bool, pictured: bool) -> str:
+    """Return the text of README.md for a merged model.
+
+    Args:
+        release: From `as_release`, with its merge record.
+        entries: The gate's rows of the adapters that were merged.
+        materialized: Whether the folder holds the full model in place of an adapter.
+        pictured: Whether the picture of `--explain` lies beside it.
+
+    Raises:
+        ValueError: For a release that is no merged model.
+    """
+    if release.merge is None:
+        raise ValueError(f"Expected release of {release.party!r} to be a merged model.")
+    private = any(entry.private for entry in entries)
+    base = str(release.adapter_config["base_model_name_or_path"])
+    data = ModelCardData(
+        base_model=base,
+        base_model_relation="merge" if materialized else "adapter",
+        library_name="transformers" if materialized else "peft",
+        tags=["lora", "merge", "dpmerge", *(["differential-privacy"] if private else [])],
+    )
+    sections = [
+        f"# {METHODS[release.merge['method']].summary}",
+        _what(release, base, materialized=materialized),
+        "## Inputs",
+        _inputs(release, entries),
+        "## Privacy",
+        _privacy(release, entries),
+        "## How it was merged",
+        _how(release),
+    ]
+    if pictured:
+        sections.append(f"![Overlap of the parties' changes, and how much of each is noise]({PICTURE})")
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"))
+
+
+def _what(release: Release, base: str, *, materialized: bool) -> str:
+    parties = [entry["party"] for entry in (release.merge or {})["inputs"]]
+    names = ", ".join(f"**{_escaped(party)}**" for party in parties)
+    if materialized:
+        opening = f'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")  # {base} merged'
+        kind = "The full model: the base model with the merged change added to its weights."
+    else:
+        opening = f'from peft import PeftModel\nmodel = PeftModel.from_pretrained(base, "FOLDER")  # base: {base}'
+        kind = "One LoRA adapter with exact module names and a scaling of 1."
+    return f"Merged from the adapters of {names} on `{_escaped(base)}`. {kind}\n\n```python\n{opening}\n```"
+
+
+def _inputs(release: Release, entries: Sequence[Entry]) -> str:
+    weights = {entry["party"]: entry["weight"] for entry in (release.merge or {})["inputs"]}
+    rows = ["| party | weight | ε | δ | unit | SHA-256 |", "|---|---|---|---|---|---|"]
+    for entry in sorted(entries, key=lambda entry: entry.party):
+        epsilon = "not private" if entry.private is False else _cell(entry.epsilon)
+        cells = (_escaped(entry.party), f"{weights[entry.party]:g}", epsilon, _cell(entry.delta), entry.unit or "–")
+        rows.append(f"| {' | '.join(cells)} | `{entry.sha256}` |")
+    return "\n".join(rows)
+
+
+def _privacy(release: Release, entries: Sequence[Entry]) -> str:
+    claims = [f"- {_claim(entry)}" for entry in sorted(entries, key=lambda entry: entry.party)]
+    chosen = (release.merge or {}).get("validation")
+    sentences = [*claims, f"- {POST_PROCESSING}", f"- {OVERLAP}", f"- {UNVERIFIED}"]
+    if chosen:
+        sentences.append(f"- The coefficient was chosen on public validation data of {', '.join(chosen['files'])}.")
+    return "\n".join(sentences)
+
+
+def _claim(entry: Entry) -> str:
+    party = _escaped(entry.party)
+    if entry.private is None:
+        return f"{party} came without a privacy statement: nothing is claimed for it, and merging adds no privacy."
+    try:
+        mechanism_from_statement(entry.statement)
+    except DpmergeError:
+        return f"{party} came with an incomplete privacy statement: nothing is claimed for it here."
+    return _escaped(sentence(entry.statement))
+
+
+def _how(release: Release) -> str:
+    record = release.merge or {}
+    row = METHODS[record["method"]]
+    source = f"[arXiv {row.source}](https://arxiv.org/abs/{row.source})" if row.source != "-" else "this project"
+    set_values = {key: value for key, value in record["parameters"].items() if value is not None}
+    parameters = ", ".join(f"`{key} = {value}`" for key, value in sorted(set_values.items()))
+    lines = [
+        f"- Method: `{row.name}` ({source}). {row.summary}",
+        f"- Parameters: {parameters}",
+        f"- Coefficient used on the sum: {record['coefficient']:.6g}",
+        f"- Left out by the rank: {record['truncation_error']:.3g} of the merged change, relative",
+    ]
+    if record["absent"]:
+        lines.append(f"- Taken as 0: {', '.join(map(_escaped, record['absent']))}")
+    return "\n".join([*lines, f"- `{MERGE}` holds all that is needed to merge to the same bytes again."])
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.6g}"
+
+
+def _escaped(text: str) -> str:
+    """Keep a name that somebody else chose from being read as Markdown or HTML."""
+    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))

@@ -1,0 +1,425 @@
+"""`dpmerge merge`: what it writes, what it says, and that whatever is refused leaves nothing behind."""
+
+import csv
+import json
+import sys
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, BertTokenizerFast
+
+from dpmerge.common.accounting import cross_check
+from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.model import load_base
+from dpmerge.common.release import Head, Release, read_release, write_release
+from dpmerge.common.statement import build_statement
+from dpmerge.server.merging.card import OVERLAP, POST_PROCESSING
+from dpmerge.server.merging.deltas import read_adapter
+from dpmerge.server.merging.registry import METHODS
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
+    from dpmerge.simulations import cli
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "fine", "awful", "film"]
+TARGETS = ["query", "value"]
+
+
+@pytest.fixture
+def dpmerge(monkeypatch, capsys):
+    """Run `dpmerge merge` in this process: arguments → (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dpmerge", "merge", *map(str, arguments)])
+        capsys.readouterr()  # of what made the adapters
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A tiny encoder with a tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    folder.mkdir()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=12
+    )
+    BertModel(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@lru_cache
+def base_sha256(folder):
+    return load_base(str(folder)).sha256
+
+
+def adapter(folder, base, seed, *, targets=TARGETS, dtype=torch.float32, **config):
+    """Save a PEFT adapter of the tiny model."""
+    model = AutoModel.from_pretrained(base)
+    model = get_peft_model(model, LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": targets, **config}))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(std=0.3, generator=generator)
+    model.save_pretrained(folder)
+    change_config(folder, base_model_name_or_path=str(base))
+    if dtype != torch.float32:
+        change_tensors(folder, lambda tensors: {key: value.to(dtype) for key, value in tensors.items()})
+    return folder
+
+
+@lru_cache
+def _statement_json():
+    mechanism = Mechanism(
+        noise_multiplier=2.0, l2_clip_norm=1.0, population=2800, expected_batch_size=128, num_steps=3,
+        target_delta=1e-5, num_coordinates=64,
+    )  # fmt: skip
+    training = {"training": {"learning_rate": 0.01, "num_steps": 3}, "seed": 7, "max_length": 8}
+    words = {"task": "films", "labels": ("bad", "good"), "base_sha256": "0" * 64, "tuning_disclosure": "none"}
+    return json.dumps(build_statement(mechanism, cross_check(mechanism), party="shop", training=training, **words))
+
+
+def release(folder, base, seed, **changes):
+    """Write a release of the party that the folder is named after; `changes` go into its statement."""
+    plain = read_adapter(adapter(folder.with_name(f"{folder.name}-plain"), base, seed))
+    tensors = load_file(Path(folder.with_name(f"{folder.name}-plain")) / "adapter_model.safetensors")
+    party = folder.name
+    statement = json.loads(_statement_json()) | {"party": party, "base_sha256": base_sha256(base)} | changes
+    head = Head("linear", ("bad", "good"), torch.randn(2, 8, generator=torch.Generator().manual_seed(seed)))
+    config = plain.config | {"base_model_name_or_path": base.name}
+    write_release(folder, Release(party, tensors, config, {party: head}, statement))
+    return folder
+
+
+def change_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder, change):
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def poison(tensors):
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    return tensors
+
+
+@pytest.fixture
+def pair(tmp_path, base):
+    return adapter(tmp_path / "shop", base, 1), adapter(tmp_path / "library", base, 2, r=3)
+
+
+def features(model):
+    return model(input_ids=torch.tensor([[2, 5, 9, 3]])).last_hidden_state
+
+
+def test_peft_opens_the_mean_of_two_plain_adapters(dpmerge, base, pair, tmp_path):
+    code, out, err = dpmerge(
+        *pair, "--out", tmp_path / "merged", "--weights", "shop=3,library=1", "--method", "average"
+    )
+    assert (code, err) == (0, "")
+    assert out.splitlines()[-1] == str(tmp_path / "merged")
+    assert "library" in out
+    assert "F32" in out
+    loaded = PeftModel.from_pretrained(AutoModel.from_pretrained(base), tmp_path / "merged").eval()
+    expected = AutoModel.from_pretrained(base).eval()
+    for weight, folder in zip((0.75, 0.25), pair, strict=True):
+        for name, item in read_adapter(folder).modules.items():
+            expected.get_submodule(name).weight.data += weight * item.delta()
+    torch.testing.assert_close(features(loaded), features(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_materialize_writes_the_full_model_of_the_base_class_without_pickle(dpmerge, base, pair, tmp_path):
+    assert dpmerge(*pair, "--out", tmp_path / "adapter")[0] == 0
+    assert dpmerge(*pair, "--out", tmp_path / "full", "--materialize")[0] == 0
+    merged = AutoModel.from_pretrained(tmp_path / "full").eval()
+    loaded = PeftModel.from_pretrained(AutoModel.from_pretrained(base), tmp_path / "adapter").eval()
+    assert type(merged) is BertModel
+    torch.testing.assert_close(features(merged), features(loaded), rtol=1e-4, atol=1e-5)
+    names = {path.name for path in (tmp_path / "full").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "merge.json", "README.md"} <= names
+    assert not {name for name in names if name.endswith((".bin", ".pt"))}
+
+
+def test_materialize_keeps_head_and_precision_of_a_base_with_more_than_its_body(dpmerge, base, pair, tmp_path):
+    torch.manual_seed(1)
+    whole = BertForMaskedLM(AutoModel.from_pretrained(base).config).to(torch.bfloat16)
+    whole.save_pretrained(tmp_path / "whole")
+    assert dpmerge(*pair, "--out", tmp_path / "full", "--materialize", "--base", tmp_path / "whole")[0] == 0
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    before, after = whole.state_dict(), load_file(tmp_path / "full" / "model.safetensors")
+    deltas = [read_adapter(folder).modules[name[5:-7]].delta() for folder in pair]
+    assert torch.equal(after[name], (before[name].float() + sum(deltas) / 2).bfloat16())
+    assert torch.equal(
+        after["cls.predictions.transform.dense.weight"], before["cls.predictions.transform.dense.weight"]
+    )
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory, base):
+    folder = tmp_path_factory.mktemp("releases")
+    return release(folder / "shop", base, 1), release(folder / "library", base, 2)
+
+
+def test_the_card_says_what_went_in_and_what_privacy_is_claimed(dpmerge, releases, tmp_path):
+    out = tmp_path / "merged"
+    assert dpmerge(*releases, "--out", out, "--explain")[0] == 0
+    card = ModelCard.load(out / "README.md")
+    assert (card.data.library_name, card.data.base_model) == ("peft", "tiny")
+    assert {"lora", "differential-privacy"} <= set(card.data.tags)
+    record = json.loads((out / "merge.json").read_text())
+    for entry in record["inputs"]:
+        assert entry["sha256"] in card.text
+        assert f"{entry['epsilon']:.6g}" in card.text
+    assert POST_PROCESSING in card.text
+    assert OVERLAP in card.text
+    assert "shop (films): ε = " in card.text
+    assert read_release(out).merge == record  # the card and the picture do not stand in the way
+    assert (out / "explain.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_the_same_inputs_in_any_order_give_the_same_bytes(dpmerge, releases, tmp_path):
+    options = ("--method", "dare-ties", "--seed", 3, "--explain")
+    dpmerge(*releases, "--out", tmp_path / "one", *options)
+    dpmerge(*releases[::-1], "--out", tmp_path / "two", *options)
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("one", "two"))
+    assert len(one) == 6
+    assert one == two
+
+
+def test_json_is_one_envelope_and_explain_alone_writes_nothing(dpmerge, releases, pair, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    code, out, err = dpmerge(*releases, f"plain={pair[0]}", "--explain", "--format", "json")
+    answer = json.loads(out)
+    assert (code, err, answer["schema"], answer["out"]) == (0, "", 1, None)
+    assert sorted(tmp_path.iterdir()) == before
+    explanation = answer["explanation"]
+    assert explanation["parties"] == ["library", "plain", "shop"]
+    shares = dict(zip(explanation["parties"], explanation["noise_share"], strict=True))
+    assert shares["plain"] is None
+    assert 0 < shares["shop"] <= 1
+    assert [row[place] for place, row in enumerate(explanation["overlap"])] == [1.0, 1.0, 1.0]
+    assert sum(explanation["kept"]) > 0
+    rows = {row["party"]: row for row in answer["gate"]}
+    assert rows["plain"]["a_sha256"] == rows["shop"]["a_sha256"] != rows["library"]["a_sha256"]
+    assert (rows["shop"]["dtypes"], rows["shop"]["ranks"], rows["shop"]["scalings"]) == (["F32"], [2], [3.0])
+
+
+def test_kept_is_the_whole_of_a_party_merged_alone(dpmerge, pair):
+    _, out, _ = dpmerge(pair[0], "--explain", "--format", "json")
+    assert json.loads(out)["explanation"]["kept"] == [pytest.approx(1.0, rel=1e-5)]
+
+
+def test_explain_says_what_is_unknown(dpmerge, pair):
+    code, out, _ = dpmerge(*pair, "--explain")
+    assert code == 0
+    assert "unknown" in out
+    assert "overlap (cosine)" in out
+
+
+def test_list_shows_every_method(dpmerge):
+    code, out, _ = dpmerge("--list", "--format", "json")
+    methods = {row["name"]: row for row in json.loads(out)["methods"]}
+    assert code == 0
+    assert methods.keys() == METHODS.keys()
+    assert methods["task-arithmetic"]["needs"] == ["coefficient"]
+    assert methods["ties"]["takes"]["density"] == 0.2
+    assert "task-arithmetic" in dpmerge("--list")[1]
+
+
+def test_absent_modules_count_as_0_only_when_asked_for(dpmerge, base, pair, tmp_path):
+    other = adapter(tmp_path / "other", base, 3, targets=["query"])
+    code, out, err = dpmerge(pair[0], other, "--out", tmp_path / "merged")
+    assert (code, out) == (2, "")
+    assert "other: does not adapt encoder.layer.0.attention.self.value" in err
+    assert "--no-strict" in err
+    code, out, _ = dpmerge(pair[0], other, "--out", tmp_path / "merged", "--no-strict")
+    assert code == 0
+    assert "taken as 0: other: encoder.layer.1.attention.self.value" in out
+
+
+def write_labelled(path, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "label"), *rows])
+    return path
+
+
+def test_a_coefficient_is_chosen_on_public_files_that_are_named(dpmerge, base, releases, tmp_path):
+    texts = [("good film", "good"), ("bad film", "bad"), ("fine film", "good"), ("awful film", "bad")]
+    public = write_labelled(tmp_path / "public.csv", texts)
+    options = ("--method", "task-arithmetic", "--base", base, "--validate", f"shop={public}")
+    code, out, _ = dpmerge(*releases, "--out", tmp_path / "merged", *options, "--format", "json")
+    assert code == 0
+    validation = json.loads(out)["validation"]
+    record = json.loads((tmp_path / "merged" / "merge.json").read_text())
+    assert record["validation"] == validation
+    assert record["coefficient"] == record["parameters"]["coefficient"] == validation["coefficient"]
+    assert validation["files"]["shop"]["num_records"] == 4
+    scores = dict(validation["grid"])
+    assert len(scores) == 7
+    assert scores[validation["coefficient"]] == max(scores.values()) == validation["mean_accuracy"]
+    assert "public validation data of shop" in (tmp_path / "merged" / "README.md").read_text()
+
+
+REFUSED_OPTIONS: dict[str, tuple[list[str], str]] = {
+    "unknown method": (["--method", "tie"], "DPM-104: merge method 'tie' is unknown; choose one of average"),
+    "weights of others": (["--weights", "shop=1,cinema=2"], "weights name cinema, shop"),
+    "weights that are no numbers": (["--weights", "shop=1,library=x"], "DPM-103: --weights library=x is no number"),
+    "a weight that is not finite": (["--weights", "shop=1,library=inf"], "merge.weights.library = inf is not finite"),
+    "weights without names": (["--weights", "1,2"], "DPM-103: --weights '1' is not of the form"),
+    "a party weighed twice": (["--weights", "shop=1,library=1,shop=2"], "DPM-103: --weights names shop twice"),
+    "density 0": (["--method", "ties", "--density", "0"], "DPM-103: merge.density = 0.0 is outside (0, 1]"),
+    "density above 1": (["--method", "ties", "--density", "1.5"], "DPM-103: merge.density = 1.5 is outside (0, 1]"),
+    "coefficient missing": (["--method", "task-arithmetic"], "DPM-103: merge.coefficient"),
+    "parameter of another method": (["--method", "average", "--density", "0.5"], "is no parameter of average"),
+    "validation without a head": (["--method", "concat", "--validate", "shop=x.csv"], "DPM-103: --validate shop=x.csv"),
+    "two ways to a coefficient": (["--coefficient", "1", "--validate", "shop=x.csv"], "DPM-103: --coefficient"),
+    "another base": (["--materialize", "--base", "no/such/model"], "DPM-204: base model 'no/such/model'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_OPTIONS)
+def test_refused_options_write_nothing(dpmerge, pair, tmp_path, case):
+    options, message = REFUSED_OPTIONS[case]
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = dpmerge(*pair, "--out", tmp_path / "merged", *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.splitlines()[-1].startswith("DPM-")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def truncate(folder):
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def empty(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def pickle_only(folder):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def drop_b(tensors):
+    return {
+        key: value for key, value in tensors.items() if not key.endswith("layer.0.attention.self.query.lora_B.weight")
+    }
+
+
+def embedding(tensors):
+    return tensors | {"base_model.model.embeddings.word_embeddings.lora_embedding_A": torch.zeros(2, 10)}
+
+
+def widen(tensors):
+    return {key: value.repeat(1, 2) if "lora_A" in key else value for key, value in tensors.items()}
+
+
+FIRST = "encoder.layer.0.attention.self.query"
+BROKEN: dict[str, tuple[Any, list[str]]] = {
+    "empty folder": (empty, ["bad lacks adapter_config.json or adapter_model.safetensors"]),
+    "pickle": (pickle_only, ["holds only pickled weights (adapter_model.bin)"]),
+    "truncated": (truncate, ["bad: adapter_model.safetensors", "[truncated]"]),
+    "NaN": (lambda f: change_tensors(f, poison), ["bad: ", "adapter_model.safetensors", FIRST]),
+    "DoRA": (lambda f: change_config(f, use_dora=True), ["bad: use_dora = True"]),
+    "bias": (lambda f: change_config(f, bias="lora_only"), ["bad: ", "bias = 'lora_only'"]),
+    "LoRA bias": (lambda f: change_config(f, lora_bias=True), ["bad: lora_bias = True"]),
+    "modules to save": (lambda f: change_config(f, modules_to_save=["pooler"]), ["bad: modules_to_save"]),
+    "embedding": (lambda f: change_tensors(f, embedding), ["bad: ", "lora_embedding_A"]),
+    "not LoRA": (lambda f: change_config(f, peft_type="IA3"), ["bad: peft_type = 'IA3'"]),
+    "half a pair": (lambda f: change_tensors(f, drop_b), ["bad: ", "lora_A"]),
+    "another shape": (lambda f: change_tensors(f, widen), [f"bad: {FIRST} is (8, 16) but (8, 8) at shop, library"]),
+    "another rank": (lambda f: change_config(f, r=5), [f"bad: {FIRST} has A (2, 8)"]),
+    "another base": (lambda f: change_config(f, base_model_name_or_path="x/other"), ["bad: base model other but tiny"]),
+    "no base": (lambda f: change_config(f, base_model_name_or_path=""), ["bad: names no base model"]),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_adapters_are_refused_by_name_and_nothing_is_written(dpmerge, base, pair, tmp_path, case):
+    damage, words = BROKEN[case]
+    damage(adapter(tmp_path / "bad", base, 3))
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = dpmerge(*pair, tmp_path / "bad", "--out", tmp_path / "merged")
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    refusals = [line for line in err.splitlines() if line.startswith("DPM-40")]
+    assert refusals
+    assert any(all(word in line for word in words) for line in refusals)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_every_mismatch_is_listed_at_once_with_a_line_and_a_remedy_each(dpmerge, base, releases, tmp_path):
+    stranger = release(tmp_path / "stranger", base, 3, base_sha256="f" * 64, training={"seed": 8})
+    pickle_only(adapter(tmp_path / "pickled", base, 4))
+    code, out, err = dpmerge(
+        *releases, stranger, tmp_path / "pickled", tmp_path / "absent", "--out", tmp_path / "merged", "--format", "json"
+    )
+    assert (code, out) == (2, "")
+    lines = err.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith("DPM-402: ") and "; " in line for line in lines)
+    assert sum("stranger: base model tiny has SHA-256 ffffffffffff" in line for line in lines) == 1
+    assert sum("stranger: A was made from seed 8 but 7 at shop, library" in line for line in lines) == 1
+
+
+def test_two_folders_of_one_name_are_told_apart_by_naming_them(dpmerge, base, tmp_path):
+    one, two = (adapter(tmp_path / run / "checkpoint-9", base, seed) for seed, run in enumerate("ab"))
+    code, _, err = dpmerge(one, two, "--out", tmp_path / "merged")
+    assert code == 2
+    assert "DPM-402: checkpoint-9: 2 adapters have this name; name them" in err
+    assert dpmerge(f"a={one}", f"b={two}", "--out", tmp_path / "merged")[0] == 0
+
+
+def test_a_release_counts_once_and_keeps_its_own_name(dpmerge, releases, tmp_path):
+    code, _, err = dpmerge(*releases, f"other={releases[0]}", "--out", tmp_path / "merged")
+    assert code == 2
+    assert "other: " in err
+    assert "is a release of shop" in err
+    assert "shop: brings a head of shop" in err
+
+
+def test_an_output_folder_in_use_is_left_alone(dpmerge, pair, tmp_path):
+    out = tmp_path / "merged"
+    out.mkdir()
+    (out / "note.txt").write_text("mine")
+    code, stdout, err = dpmerge(*pair, "--out", out)
+    assert (code, stdout) == (2, "")
+    assert err.startswith("DPM-301: ")
+    assert [path.name for path in out.iterdir()] == ["note.txt"]
+
+
+def test_a_base_model_of_another_hash_is_not_merged_into(dpmerge, base, releases, tmp_path):
+    torch.manual_seed(5)
+    BertModel(AutoModel.from_pretrained(base).config).save_pretrained(tmp_path / "other")
+    BertTokenizerFast.from_pretrained(base).save_pretrained(tmp_path / "other")
+    code, _, err = dpmerge(*releases, "--out", tmp_path / "merged", "--materialize", "--base", tmp_path / "other")
+    assert code == 2
+    assert "DPM-204: base model other is not the one of " in err
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--out", "x"]])
+def test_without_adapters_or_a_place_to_go_it_says_what_is_missing(dpmerge, arguments):
+    code, out, err = dpmerge(*arguments)
+    assert (code, out) == (2, "")
+    assert "--out" in err or "DPM-403" in err
