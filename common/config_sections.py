@@ -37,8 +37,10 @@ from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sha
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Semantics = Literal["paper", "peft", "mergekit"]
+Robust = Literal["clip", "median"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
+# Methods that need statistics of public texts are merged from Python, not from a federation file.
 MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "average": ("rank",),
     "task-arithmetic": ("coefficient", "rank"),
@@ -46,6 +48,13 @@ MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "ties": ("coefficient", "density", "semantics", "rank"),
     "dare": ("coefficient", "density", "rank"),
     "dare-ties": ("coefficient", "density", "semantics", "rank"),
+    "della": ("coefficient", "density", "spread", "semantics", "rank"),
+    "breadcrumbs": ("coefficient", "density", "outliers", "rank"),
+    "sce": ("coefficient", "density", "rank"),
+    "pcb": ("coefficient", "density", "rank"),
+    "slerp": ("rank",),
+    "karcher": ("rank",),
+    "model-stock": ("rank",),
     "knots-ties": ("coefficient", "density", "semantics", "rank"),
     "tsv": ("coefficient", "rank"),
     "iso-c": ("coefficient", "rank"),
@@ -53,6 +62,16 @@ MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "wudi": ("coefficient", "ridge", "rank"),
     "geometry": ("coefficient", "rank"),
 }
+
+LINEAR_METHODS = ("average", "task-arithmetic", "concat")  # whose weights `robust = "median"` can choose
+
+SCALES = Rule(
+    lambda v: isinstance(v, Mapping) and len(v) > 0 and all(map(real().accepts, v.values())),
+    "a table of module names with a finite factor each",
+    {"type": "object", "minProperties": 1, "additionalProperties": {"type": "number"}},
+    lambda v: {key: float(factor) for key, factor in v.items()},
+    "write, for example, layer_scales = { query = 0.5 }",
+)
 
 EPSILON = real(
     above=0.0,
@@ -257,6 +276,14 @@ class MergeSettings:
         default=None,
         metadata=_meta(real(at_least=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
     )
+    spread: float | None = field(
+        default=None,
+        metadata=_meta(real(at_least=0.0, at_most=1.0), "How far della's chances vary with magnitude.", 0.2),
+    )
+    outliers: float | None = field(
+        default=None,
+        metadata=_meta(real(at_least=0.0, below=1.0), "Share of the largest entries that breadcrumbs drops.", 0.01),
+    )
     semantics: Semantics = field(
         default="paper", metadata=_meta(choice(*get_args(Semantics)), "Whose ties: the three differ.")
     )
@@ -266,17 +293,26 @@ class MergeSettings:
     core: bool = field(
         default=False, metadata=_meta(FLAG, "Apply the method to coordinates in the adapters' shared bases.", True)
     )
+    robust: Robust | None = field(
+        default=None, metadata=_meta(choice(*get_args(Robust)), "Bound the influence of one party.", "clip")
+    )
+    layer_scales: Mapping[str, float] | None = field(
+        default=None, metadata=_meta(SCALES, "Factors on merged modules, by the end of their names.", {"query": 0.5})
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         takes = MERGE_PARAMETERS[self.method]
-        for key in ("coefficient", "density", "semantics", "ridge", "common_share", "rank"):
+        for key in ("coefficient", "density", "semantics", "ridge", "common_share", "spread", "outliers", "rank"):
             value, default = getattr(self, key), getattr(type(self), key)
             if value != default and key not in takes:
                 raise Refused(self.section, key, value, f"is not a parameter of {self.method}", f"remove {key}")
         if self.method == "task-arithmetic" and self.coefficient is None:
             fix = "state the factor on the sum, for example coefficient = 0.5"
             raise Refused(self.section, "coefficient", None, "is missing: task-arithmetic has no default", fix)
+        if self.robust == "median" and self.method not in LINEAR_METHODS:
+            fix = f"choose clip, or one of {', '.join(LINEAR_METHODS)}"
+            raise Refused(self.section, "robust", "median", f"is no choice for {self.method}", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

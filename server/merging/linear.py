@@ -5,11 +5,9 @@ None of them ever adds factors of different parties to each other, (Σ B)(Σ A),
 
 from collections.abc import Sequence
 
-import torch
-
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
-from dpmerge.server.merging.lowrank import truncate, weighted_sum
+from dpmerge.server.merging.lowrank import stack, truncate, weighted_sum
 from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 
 
@@ -35,8 +33,8 @@ def concat(modules: Modules, recipe: Recipe) -> Combined:
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         scales = [recipe.factor * weight * item.scaling for weight, item in zip(recipe.weights, factors, strict=True)]
-        columns = [(item.b.double() * scale).float() for item, scale in zip(factors, scales, strict=True)]
-        stacked = Factors(torch.cat([item.a for item in factors]), torch.cat(columns, 1))
+        pieces = ((item.a, item.b.double() * scale) for item, scale in zip(factors, scales, strict=True))
+        stacked = stack(pieces, *factors[0].shape, sum(item.rank for item in factors))
         return truncate(stacked, recipe.rank or stacked.rank)
 
     return per_module(modules, rule, recipe.factor)
@@ -46,11 +44,15 @@ def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coeff
     """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        total = weighted_sum(factors, [coefficient * weight for weight in weights])
-        full = min(len(total.b), total.a.shape[1])  # a matrix needs no more, however many factors were stacked
-        return truncate(total, min(rank or full, full))
+        return weighted_module(factors, [coefficient * weight for weight in weights], rank)
 
     return per_module(modules, rule, coefficient)
+
+
+def weighted_module(factors: Sequence[Factors], weights: Sequence[float], rank: int | None) -> tuple[Factors, float]:
+    """Return one module's Σ weights_t τ_t at a rank or the lowest exact one, and the norm of what is left out."""
+    total = weighted_sum(factors, weights)
+    return truncate(total, rank or total.rank)
 
 
 def shares(weights: Sequence[float]) -> list[float]:

@@ -5,16 +5,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import Any, get_args
 
+from torch import Tensor
+
+from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import MERGED, Release, adapter_key
-from dpmerge.server.merging.deltas import Adapter, Factors, gather
+from dpmerge.server.merging.deltas import Adapter, Factors, Modules, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
+from dpmerge.server.merging.least_squares import statistics_hash
 from dpmerge.server.merging.lowrank import total_norm
 from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
-from dpmerge.server.merging.wrappers import in_core
+from dpmerge.server.merging.wrappers import bounded, in_core, party_norms, scale_layers
 
 LARGEST = sys.float_info.max
 SMALLEST = sys.float_info.min
@@ -23,7 +27,11 @@ RANGES = {
     "density": (SMALLEST, 1.0, "is outside (0, 1]", "state the share of entries to keep, for example 0.2"),
     "ridge": (0.0, LARGEST, "is negative or not finite", "state a small number such as 1e-6"),
     "common_share": (SMALLEST, 1.0, "is outside (0, 1]", "state a share such as 0.8"),
+    "spread": (0.0, 1.0, "is outside [0, 1]", "state a share such as 0.2"),
+    "outliers": (0.0, 1.0 - sys.float_info.epsilon, "is outside [0, 1)", "state a small share such as 0.01"),
+    "off_diagonal": (0.0, 1.0, "is outside [0, 1]", "state a share such as 0.9"),
 }
+RECORDED = ("method", "parameters", "coefficient", "robust", "statistics_sha256", "truncation_error", "absent")
 MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
 
 
@@ -35,7 +43,8 @@ class Merged:
         modules: Factors with scaling 1, per module of the base model.
         info: JSON values: `method`, `parameters`, `parties`, `weights`, `coefficient` (used), `norms` (‖τ_t‖ per
             party), `overlap` (matrix of cosines, or None above 64 parties), `norm`, `rank` (largest),
-            `truncation_error` (relative, over the whole model), `absent` ("party: module" taken as 0).
+            `truncation_error` (relative, over the whole model), `absent` ("party: module" taken as 0), `robust` (what
+            bounding a party's influence did, or None), `statistics_sha256` (of public statistics, or None).
     """
 
     modules: dict[str, Factors]
@@ -52,8 +61,14 @@ def merge(
     semantics: str = "paper",
     ridge: float | None = None,
     common_share: float | None = None,
+    spread: float | None = None,
+    outliers: float | None = None,
+    off_diagonal: float | None = None,
     rank: int | None = None,
     core: bool = False,
+    robust: Robust | None = None,
+    layer_scales: Mapping[str, float] | None = None,
+    statistics: Mapping[str, Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     strict: bool = True,
 ) -> Merged:
@@ -68,9 +83,16 @@ def merge(
         semantics: Whose TIES, where the method takes one.
         ridge: Relative ridge of `wudi`, at least 0.
         common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
+        spread: How far `della`'s probabilities vary with magnitude, in [0, 1].
+        outliers: Share of the largest entries that `breadcrumbs` drops, in [0, 1).
+        off_diagonal: What `regmean` keeps of Gram matrices outside their diagonals, in [0, 1].
         rank: Rank of the result; None keeps the lowest exact one (for element-wise methods: the sum of the inputs'
             ranks).
         core: Apply the method to coordinates in the adapters' shared bases; see `wrappers.in_core`.
+        robust: Bound one party's influence: "clip" shortens every whole change to the median length, "median" replaces
+            the weights of a linear method by the geometric median's, which needs three parties to resist one.
+        layer_scales: Pattern of module names, as in PEFT's `rank_pattern` → factor on the merged change there.
+        statistics: What `regmean` and `fisher` need; see `statistics.public_statistics`.
         seed: Of random masks.
         strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
 
@@ -84,23 +106,40 @@ def merge(
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
     modules, absent = gather(adapters, strict=strict)
     parties = tuple(adapter.party for adapter in adapters)
-    stated = None if semantics == "paper" else semantics  # the default of every caller, also where no method takes it
-    given = {"coefficient": coefficient, "density": density, "semantics": stated, "rank": rank}
-    parameters = _parameters(row, given | {"ridge": ridge, "common_share": common_share})
+    given = {
+        "coefficient": coefficient,
+        "density": density,
+        "semantics": None if semantics == "paper" else semantics,  # every caller's default, taken or not
+        "ridge": ridge,
+        "common_share": common_share,
+        "spread": spread,
+        "outliers": outliers,
+        "off_diagonal": off_diagonal,
+        "rank": rank,
+    }
+    parameters = _parameters(row, given)
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
-    recipe = Recipe(parties=parties, weights=_weights(parties, weights), seed=seed, **chosen)
+    recipe = Recipe(
+        parties=parties, weights=_weights(parties, weights), statistics=statistics or {}, seed=seed, **chosen
+    )
+    _check_wrappers(row, core, robust, statistics)
+    inputs, used, account = bounded(modules, recipe, robust) if robust else (modules, recipe, None)
     if core:
-        combined = in_core(row.function, modules, recipe, whole_model=row.whole_model)
+        combined = in_core(row.function, inputs, used, whole_model=row.whole_model)
     else:
-        combined = row.function(modules, recipe)
+        combined = row.function(inputs, used)
+    combined = scale_layers(combined, layer_scales or {})
+    stated = {"core": core, "robust": robust, "layer_scales": dict(layer_scales or {}), "seed": seed, "strict": strict}
     info = {
         "method": method,
-        "parameters": parameters | {"core": core, "seed": seed, "strict": strict},
+        "parameters": parameters | stated,
         "parties": list(parties),
         "weights": list(recipe.weights),
         "absent": absent,
+        "robust": account,
+        "statistics_sha256": statistics_hash(statistics) if statistics else None,
     }
-    return Merged(combined.modules, info | _measures(modules, combined))
+    return Merged(combined.modules, info | _measures(modules, len(parties), combined))
 
 
 def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
@@ -125,7 +164,7 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
         "inputs": inputs,
         "base_sha256": next((a.base_sha256 for a in adapters if a.base_sha256), None),
         "versions": {name: version(name) for name in ("dpmerge", "torch")},
-        **{key: merged.info[key] for key in ("method", "parameters", "coefficient", "truncation_error", "absent")},
+        **{key: merged.info[key] for key in RECORDED},
     }
     heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
     return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
@@ -156,6 +195,25 @@ def _parameters(row: MergeMethod, given: Mapping[str, float | str | None]) -> di
     return chosen
 
 
+def _check_wrappers(row: MergeMethod, core: bool, robust: str | None, statistics: object) -> None:
+    if robust is not None and robust not in get_args(Robust):
+        raise _refused("robust", robust, "is unknown", f"choose one of {', '.join(get_args(Robust))}")
+    if robust == "median" and row.family != "linear":
+        linear = ", ".join(name for name, method in METHODS.items() if method.family == "linear")
+        fix = f"choose clip, or one of {linear}"
+        raise _refused("robust", robust, f"replaces the weights of a linear method, which {row.name} is not", fix)
+    if row.statistics and not statistics:
+        fix = (
+            f'give statistics = public_statistics(base, adapters, texts, kind="{row.statistics}", ...) of public texts'
+        )
+        raise _refused("statistics", None, f"is missing, and {row.name} needs it", fix)
+    if statistics and not row.statistics:
+        raise DpmergeError("DPM-103", f"merge.statistics is no parameter of {row.name}", "remove it")
+    if core and row.statistics:
+        problem = f"is no choice for {row.name}, whose statistics are about the whole matrices"
+        raise _refused("core", core, problem, "leave core out")
+
+
 def _refused(key: str, value: object, constraint: str, fix: str) -> DpmergeError:
     return DpmergeError("DPM-103", f"merge.{key} = {value!r} {constraint}", fix)
 
@@ -172,14 +230,13 @@ def _weights(parties: Sequence[str], weights: Mapping[str, float] | None) -> tup
     return tuple(float(weights[party]) for party in parties)
 
 
-def _measures(modules: Mapping[str, tuple[Factors, ...]], combined: Combined) -> dict[str, Any]:
-    parties = range(len(next(iter(modules.values()))))
+def _measures(modules: Modules, num_parties: int, combined: Combined) -> dict[str, Any]:
     overlap = None
-    if len(parties) <= MAX_OVERLAP_PARTIES:
+    if num_parties <= MAX_OVERLAP_PARTIES:
         inner = overlaps(modules)
         norms, overlap = inner.diagonal().clamp(min=0).sqrt().tolist(), cosines(inner).tolist()
     else:
-        norms = [total_norm(factors[t] for factors in modules.values()) for t in parties]
+        norms = party_norms(modules)
     norm = total_norm(combined.modules.values())
     lost = math.hypot(*combined.lost.values())
     whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept

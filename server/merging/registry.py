@@ -2,11 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
+from dpmerge.server.merging.balance import pcb, sce
 from dpmerge.server.merging.geometry import geometry
+from dpmerge.server.merging.least_squares import fisher, regmean
 from dpmerge.server.merging.linear import average, concat, task_arithmetic
 from dpmerge.server.merging.recipe import Method
-from dpmerge.server.merging.sparse import dare, dare_ties, ties
+from dpmerge.server.merging.sparse import breadcrumbs, dare, dare_ties, della, ties
+from dpmerge.server.merging.sphere import karcher, slerp
+from dpmerge.server.merging.stock import model_stock
 from dpmerge.server.merging.subspace import iso_c, iso_cts, knots_ties, tsv, wudi
 
 LAWS = {
@@ -33,6 +38,8 @@ class MergeMethod:
         laws: Keys of `LAWS` that hold.
         parameters: What it takes, with defaults; None is "chosen by the method", "required" has no default.
         limit: Parameters under which the method is another one, and that one's name.
+        most: Largest number of parties, or None for any.
+        statistics: Kind of `public_statistics` that it needs, or None.
         whole_model: It looks at all modules at once (a threshold, a norm), not at one after the other.
     """
 
@@ -44,6 +51,8 @@ class MergeMethod:
     laws: frozenset[str]
     parameters: Mapping[str, float | str | None]
     limit: tuple[Mapping[str, float], str] | None = None
+    most: int | None = None
+    statistics: Literal["gram", "fisher"] | None = None
     whole_model: bool = False
 
 
@@ -110,6 +119,72 @@ METHODS = {
             limit=({"density": 1.0}, "ties"),
         ),
         MergeMethod(
+            name="della",
+            family="sparse",
+            summary="Drop small entries more often than large ones, rescale, elect signs, average.",
+            source="2406.11617",
+            function=della,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.5, "spread": 0.2, "semantics": "paper", "rank": None},
+            limit=({"density": 1.0}, "ties"),
+        ),
+        MergeMethod(
+            name="breadcrumbs",
+            family="sparse",
+            summary="Drop the largest and the small entries, sum the rest.",
+            source="2312.06795",
+            function=breadcrumbs,
+            laws=frozenset({"identity", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.1, "outliers": 0.01, "rank": None},
+            limit=({"density": 1.0}, "task-arithmetic"),
+        ),
+        MergeMethod(
+            name="sce",
+            family="balance",
+            summary="Select what varies, weigh parties by its energy, erase minority signs.",
+            source="2408.07990",
+            function=sce,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.1, "rank": None},
+        ),
+        MergeMethod(
+            name="pcb",
+            family="balance",
+            summary="Average by scores of an entry's size and its agreement with the sum.",
+            source="2410.02396",
+            function=pcb,
+            laws=frozenset({"factor-free"}),
+            parameters={"coefficient": 1.0, "density": 0.1, "rank": None},
+        ),
+        MergeMethod(
+            name="slerp",
+            family="sphere",
+            summary="Great circle between the directions of two parties, lengths averaged.",
+            source="-",
+            function=slerp,
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+            parameters={"rank": None},
+            most=2,
+        ),
+        MergeMethod(
+            name="karcher",
+            family="sphere",
+            summary="Nearest direction to the parties' in angle, lengths averaged.",
+            source="-",
+            function=karcher,
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+            parameters={"rank": None},
+        ),
+        MergeMethod(
+            name="model-stock",
+            family="stock",
+            summary="The average, shortened by how much the parties disagree.",
+            source="2403.19522",
+            function=model_stock,
+            laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+            parameters={"rank": None},
+        ),
+        MergeMethod(
             name="knots-ties",
             family="subspace",
             summary="Align by one SVD of all adapters, then TIES on the right factors.",
@@ -154,6 +229,26 @@ METHODS = {
             function=wudi,
             laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
             parameters={"coefficient": 1.0, "ridge": 0.0, "rank": None},
+        ),
+        MergeMethod(
+            name="regmean",
+            family="least_squares",
+            summary="Nearest outputs to the parties' own on public inputs.",
+            source="2212.09849",
+            function=regmean,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": 1.0, "off_diagonal": 0.9, "rank": None},
+            statistics="gram",
+        ),
+        MergeMethod(
+            name="fisher",
+            family="least_squares",
+            summary="Mean weighted entry by entry by sensitivity on public texts.",
+            source="2111.09832",
+            function=fisher,
+            laws=frozenset({"identity", "idempotent", "factor-free"}),
+            parameters={"coefficient": 1.0, "rank": None},
+            statistics="fisher",
         ),
         MergeMethod(
             name="geometry",

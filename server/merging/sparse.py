@@ -1,10 +1,11 @@
-"""Element-wise methods on the full weight change: TIES in its three published forms, DARE, and both together.
+"""Element-wise methods on the full weight change: TIES in its three published forms, DARE, DELLA and Breadcrumbs.
 
 A module's matrices are built one at a time and dropped again, so memory is a few matrices of one module however many
 parties and modules there are. The merged matrix goes back to factors; what the rank leaves out is reported.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -34,7 +35,7 @@ def ties(modules: Modules, recipe: Recipe) -> Combined:
     ones are refused under its name. Entries equal to its threshold are all kept, so that their order does not matter.
     """
     if recipe.semantics == "paper":
-        thresholds = [_threshold(modules, party, recipe.density) for party in range(len(recipe.weights))]
+        thresholds = _thresholds(modules, len(recipe.weights), recipe.density)
         return _elementwise(modules, recipe, lambda _, t, delta: torch.where(delta.abs() >= thresholds[t], delta, 0.0))
     return _elementwise(modules, recipe, lambda _, t, delta: trim(delta, recipe.density))
 
@@ -44,14 +45,7 @@ def dare(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 3.1. Deviations: none.
     """
-
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        total = torch.zeros(len(factors[0].b), factors[0].a.shape[1])
-        for t, item in enumerate(factors):
-            total += recipe.factor * recipe.weights[t] * _drop(name, t, item.delta(), recipe)
-        return factorise(total, _rank(factors, recipe))
-
-    return per_module(modules, rule, recipe.factor)
+    return _summed(modules, recipe, lambda name, t, delta: _sampled(name, t, delta, recipe.density, recipe))
 
 
 def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -59,7 +53,29 @@ def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 4.1. Deviations: none.
     """
-    return _elementwise(modules, recipe, lambda name, t, delta: _drop(name, t, delta, recipe))
+    return _elementwise(modules, recipe, lambda name, t, delta: _sampled(name, t, delta, recipe.density, recipe))
+
+
+def della(modules: Modules, recipe: Recipe) -> Combined:
+    """Drop entries at random, small ones more often, rescale by 1/probability, then elect signs and average.
+
+    References: arXiv 2406.11617, section 3 (MAGPRUNE, elect, fuse). Deviations: the range of the probabilities is
+    stated as a share of the room around the density, so that none can leave [0, 1]; see `keep_probabilities`.
+    """
+
+    def sparsify(name: str, t: int, delta: Tensor) -> Tensor:
+        return _sampled(name, t, delta, keep_probabilities(delta, recipe.density, recipe.spread), recipe)
+
+    return _elementwise(modules, recipe, sparsify)
+
+
+def breadcrumbs(modules: Modules, recipe: Recipe) -> Combined:
+    """Drop each module's largest entries as outliers and its small ones as noise, and sum: coefficient · Σ w_t τ̂_t.
+
+    References: arXiv 2312.06795, section 3.2; mergekit's `magnitude_outliers`. Deviations: at least one entry is kept,
+    and where no outlier is dropped none of the others is either (mergekit returns zeros when int(outliers · n) = 0).
+    """
+    return _summed(modules, recipe, lambda _, __, delta: middle(delta, recipe.density, recipe.outliers))
 
 
 def elected_mean(matrices: Callable[[], Iterable[Tensor]], recipe: Recipe) -> Tensor:
@@ -71,7 +87,7 @@ def elected_mean(matrices: Callable[[], Iterable[Tensor]], recipe: Recipe) -> Te
     """
     weights = _weights(recipe)
     votes = weights if recipe.semantics == "mergekit" else [1.0] * len(weights)
-    ballot = _total(vote * matrix for vote, matrix in zip(votes, matrices(), strict=True))
+    ballot = total_of(vote * matrix for vote, matrix in zip(votes, matrices(), strict=True))
     elected = torch.sign(ballot) if recipe.semantics == "paper" else torch.where(ballot >= 0, 1.0, -1.0)
     total, divisor = torch.zeros_like(ballot), torch.zeros_like(ballot)
     for weight, vote, matrix in zip(weights, votes, matrices(), strict=True):
@@ -93,18 +109,60 @@ def trim(matrix: Tensor, density: float) -> Tensor:
     return torch.zeros_like(matrix).flatten().index_copy_(0, kept, matrix.flatten()[kept]).view_as(matrix)
 
 
+def middle(matrix: Tensor, density: float, outliers: float) -> Tensor:
+    """Drop the share `outliers` of the largest entries, then keep the share `density`, and at least one.
+
+    Fewer outliers are dropped where the density asks for their places.
+
+    >>> middle(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.5, 0.25)
+    tensor([[1., 0.],
+            [2., 0.]])
+    """
+    size = matrix.numel()
+    kept = max(1, int(density * size))
+    dropped = min(int(outliers * size), size - kept)
+    places = matrix.abs().flatten().topk(kept + dropped).indices[dropped:]
+    return torch.zeros_like(matrix).flatten().index_copy_(0, places, matrix.flatten()[places]).view_as(matrix)
+
+
+def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
+    """Return a probability per entry that rises evenly with the entry's rank by magnitude within its row.
+
+    It runs from density - h to density + h with h = spread · min(density, 1 - density), so its mean is the density.
+
+    >>> keep_probabilities(torch.tensor([[1.0, -3.0, 2.0]]), 0.5, 0.8).round(decimals=6).tolist()
+    [[0.1, 0.9, 0.5]]
+    """
+    width = matrix.shape[1]
+    half = spread * min(density, 1 - density)
+    order = matrix.abs().argsort(dim=1, stable=True)
+    steps = torch.linspace(density - half, density + half, width) if width > 1 else torch.tensor([density])
+    return torch.empty_like(matrix).scatter_(1, order, steps.expand_as(matrix))
+
+
+def _summed(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
+    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        total = torch.zeros(factors[0].shape)
+        for t, item in enumerate(factors):
+            total += recipe.factor * recipe.weights[t] * sparsify(name, t, item.delta())
+        return factorise(total, result_rank(factors, recipe))
+
+    return per_module(modules, rule, recipe.factor)
+
+
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
     def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         def matrices() -> Iterable[Tensor]:
             return (sparsify(name, t, item.delta()) for t, item in enumerate(factors))
 
-        return factorise(recipe.factor * elected_mean(matrices, recipe), _rank(factors, recipe))
+        return factorise(recipe.factor * elected_mean(matrices, recipe), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
 
 
-def _rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:
-    full = min(len(factors[0].b), factors[0].a.shape[1])
+def result_rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:
+    """Return the rank asked for, or else the sum of the inputs' ranks, as far as the matrix goes."""
+    full = min(factors[0].shape)
     return min(recipe.rank or sum(item.rank for item in factors), full)
 
 
@@ -117,7 +175,8 @@ def _weights(recipe: Recipe) -> tuple[float, ...]:
     return (1.0,) * len(recipe.weights)
 
 
-def _total(matrices: Iterable[Tensor]) -> Tensor:
+def total_of(matrices: Iterable[Tensor]) -> Tensor:
+    """Return the sum of matrices that are never held together."""
     iterator = iter(matrices)
     total = next(iterator).clone()
     for matrix in iterator:
@@ -125,24 +184,27 @@ def _total(matrices: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _threshold(modules: Modules, party: int, density: float) -> float:
-    """Return the magnitude that the share `density` of a party's entries over all modules reach.
+def _thresholds(modules: Modules, num_parties: int, density: float) -> list[float]:
+    """Return, per party, the magnitude that the share `density` of its entries over all modules reach.
 
     Non-negative floats order as their bit patterns do, so two counting passes (upper, then lower 16 bits) select the
     k-th largest exactly, without holding more than one module's matrix.
     """
-    size = sum(len(factors[0].b) * factors[0].a.shape[1] for factors in modules.values())
-    remaining = max(1, int(density * size))
-    upper = torch.zeros(1 << 16, dtype=torch.int64)
+    size = 0
+    upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64)
     for factors in modules.values():
-        upper += torch.bincount(_bits(factors[party]) >> 16, minlength=1 << 16)
-    bucket, remaining = _kth_largest(upper, remaining)
-    lower = torch.zeros(1 << 16, dtype=torch.int64)
+        size += math.prod(factors[0].shape)
+        for counts, item in zip(upper, factors, strict=True):
+            counts += torch.bincount(_bits(item) >> 16, minlength=1 << 16)
+    buckets = [_kth_largest(counts, max(1, int(density * size))) for counts in upper]
     for factors in modules.values():
-        bits = _bits(factors[party])
-        lower += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16)
-    word, _ = _kth_largest(lower, remaining)
-    return float(torch.tensor((bucket << 16) | word, dtype=torch.int32).view(torch.float32))
+        for counts, item, (bucket, _) in zip(lower, factors, buckets, strict=True):
+            bits = _bits(item)
+            counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16)
+    words = [
+        (bucket << 16) | _kth_largest(counts, place)[0] for counts, (bucket, place) in zip(lower, buckets, strict=True)
+    ]
+    return torch.tensor(words, dtype=torch.int32).view(torch.float32).tolist()
 
 
 def _bits(factors: Factors) -> Tensor:
@@ -156,9 +218,9 @@ def _kth_largest(counts: Tensor, k: int) -> tuple[int, int]:
     return len(counts) - 1 - index, k - int(above[index] - counts.flip(0)[index])
 
 
-def _drop(name: str, party: int, delta: Tensor, recipe: Recipe) -> Tensor:
-    """Keep entries with probability `density`, rescaled; the mask depends on seed, module and party's name only."""
+def _sampled(name: str, party: int, delta: Tensor, keep: Tensor | float, recipe: Recipe) -> Tensor:
+    """Keep entries with a probability, rescaled; the mask depends on seed, module and party's name only."""
     word = hashlib.sha256(f"{recipe.seed}|{name}|{recipe.parties[party]}".encode()).digest()[:8]
     generator = torch.Generator().manual_seed(int.from_bytes(word, "little") >> 1)
-    kept = torch.rand(delta.shape, generator=generator) < recipe.density
-    return torch.where(kept, delta / recipe.density, 0.0)
+    kept = torch.rand(delta.shape, generator=generator) < keep
+    return torch.where(kept, delta / keep, 0.0)

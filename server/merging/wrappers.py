@@ -1,11 +1,27 @@
-"""What can be put around any merge method, whatever its rule: here, shared coordinates in place of full matrices."""
+"""What can be put around any merge method: shared coordinates, a bound on one party's influence, factors per layer."""
 
-from collections.abc import Sequence
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from statistics import median_low
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from dpmerge.common.config_sections import Robust
+from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
+from dpmerge.server.merging.geometry import overlaps
+from dpmerge.server.merging.linear import shares
+from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.recipe import Combined, Method, Recipe
 from dpmerge.server.merging.subspace import Core, core_of
+
+MAX_STEPS = 1000
+TOLERANCE = 1e-10  # change of a weight
+NEAREST = 1e-9  # of the median distance: a party nearer than this to the median counts as this far
 
 
 def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bool) -> Combined:
@@ -42,8 +58,118 @@ def coordinates(core: Core, factors: Sequence[Factors]) -> tuple[Factors, ...]:
 
     Equal a's stay equal bit by bit, so that parties who share one are still seen to do so.
     """
-    return tuple(replace(item, a=item.a.double() @ core.q_a, b=core.q_b.T @ item.b.double()) for item in factors)
+    return tuple(Factors(item.a.double() @ core.q_a, core.q_b.T @ item.b.double(), item.scaling) for item in factors)
+
+
+def party_norms(modules: Modules) -> list[float]:
+    """Return every party's ‖τ_t‖ over the whole model, in one pass over the modules."""
+    squares = [[max(float(gram([item])), 0.0) for item in factors] for factors in modules.values()]
+    return [math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True)]
+
+
+def clipped(modules: Modules) -> tuple[Modules, dict[str, Any]]:
+    """Shorten every party's whole weight change to the parties' median length, so that none outweighs the others.
+
+    The median is the lower one of those that moved: of two parties, the longer becomes as long as the shorter.
+
+    Returns:
+        The modules, and an account: `bound` and a `factors` entry in (0, 1] per party.
+    """
+    norms = party_norms(modules)
+    moved = [norm for norm in norms if norm > 0]
+    bound = median_low(moved) if moved else 0.0
+    factors = [bound / norm if norm > bound else 1.0 for norm in norms]
+    return _Scaled(modules, factors), {"rule": "clip", "bound": bound, "factors": factors}
+
+
+def median_weights(inner: Tensor, weights: Sequence[float]) -> list[float]:
+    """Return convex weights p with Σ p_t τ_t the geometric median: the point with the least Σ w_t ‖τ_t - m‖.
+
+    Less than half of the weight, wherever it lies, moves this point by a bounded amount only. Weiszfeld's steps
+    p_t ∝ w_t / ‖τ_t - m‖ need inner products alone, so they are exact over the whole model.
+
+    Args:
+        inner: ⟨τ_t, τ_s⟩ over all modules, float64 [T, T].
+        weights: w_t, at least 0, not all 0.
+
+    >>> line = torch.tensor([0.0, 1.0, 1e6], dtype=torch.float64)
+    >>> [round(p, 6) for p in median_weights(torch.outer(line, line), [1, 1, 1])]
+    [0.0, 1.0, 0.0]
+    """
+    given = torch.tensor(shares(weights), dtype=torch.float64)
+    point = given
+    for _ in range(MAX_STEPS):
+        differences = torch.eye(len(given), dtype=torch.float64) - point
+        distances = ((differences @ inner) * differences).sum(1).clamp(min=0).sqrt()
+        floor = NEAREST * distances.median()
+        if floor == 0:
+            return point.tolist()  # most parties are the median already
+        pulls = given / distances.clamp(min=floor)
+        moved = pulls / pulls.sum()
+        if float((moved - point).abs().max()) < TOLERANCE:
+            return moved.tolist()
+        point = moved
+    return point.tolist()
+
+
+def bounded(modules: Modules, recipe: Recipe, robust: Robust) -> tuple[Modules, Recipe, dict[str, Any]]:
+    """Bound one party's influence: by its length, or by the geometric median's weights.
+
+    Returns:
+        What the method gets in place of its modules and recipe, and an account of what was done.
+    """
+    if robust == "clip":
+        modules, account = clipped(modules)
+        return modules, recipe, account
+    weights = [sum(recipe.weights) * share for share in median_weights(overlaps(modules), recipe.weights)]
+    return modules, replace(recipe, weights=tuple(weights)), {"rule": "median", "weights": weights}
+
+
+def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
+    """Multiply merged modules by factors.
+
+    As in PEFT's `rank_pattern`, a pattern matches a whole tail of a dotted name, and the first that does wins.
+
+    Raises:
+        DpmergeError: DPM-103 for a factor that is not finite, or a pattern that names no module.
+    """
+    for pattern, scale in scales.items():
+        problem = f"merge.layer_scales.{pattern} = {scale!r}"
+        if not math.isfinite(scale):
+            raise DpmergeError("DPM-103", f"{problem} is not finite", "give a finite factor, for example 0.5")
+        if not any(_matches(pattern, name) for name in combined.modules):
+            fix = f"name the end of a module's name, for example {min(combined.modules).rpartition('.')[2]}"
+            raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
+    chosen = {n: next((s for p, s in scales.items() if _matches(p, n)), 1.0) for n in combined.modules}
+    merged = {name: Factors(item.a, item.b * chosen[name], item.scaling) for name, item in combined.modules.items()}
+    lost = {name: abs(chosen[name]) * value for name, value in combined.lost.items()}
+    return replace(combined, modules=merged, lost=lost)
+
+
+class _Scaled(Mapping[str, tuple[Factors, ...]]):
+    """Modules with every party's change times a factor of its own, made as they are read."""
+
+    def __init__(self, modules: Modules, factors: Sequence[float]) -> None:
+        self._modules, self._factors = modules, factors
+
+    def __getitem__(self, name: str) -> tuple[Factors, ...]:
+        pairs = zip(self._modules[name], self._factors, strict=True)
+        return tuple(replace(item, scaling=item.scaling * factor) for item, factor in pairs)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
 
 
 def _lifted(core: Core, item: Factors) -> Factors:
     return Factors((item.a.double() @ core.q_a.T).float(), (core.q_b @ item.b.double()).float(), item.scaling)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+    except re.error as error:
+        problem = f"merge.layer_scales.{pattern} is no pattern ({error})"
+        raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None

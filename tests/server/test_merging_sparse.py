@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.sparse import _threshold, trim
+from dpmerge.server.merging.sparse import _thresholds, trim
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ties_mergekit.json").read_text())
 WEIGHTS = [(1.0, 1.0, 1.0), (1.0, 0.7, 0.4)]
@@ -108,7 +108,7 @@ def test_the_threshold_is_the_exact_order_statistic(values: list[float], density
     parts = [torch.tensor([values[:half]]), torch.tensor([values[half:]]).reshape(1, -1)]
     modules = {f"m{i}": (full(part),) for i, part in enumerate(parts) if part.numel()}
     expected = sorted(torch.tensor(values).abs().tolist())[-max(1, int(density * len(values)))]
-    assert _threshold(modules, 0, density) == expected
+    assert _thresholds(modules, 1, density) == [expected]
 
 
 def test_trim_keeps_at_least_one_entry() -> None:
