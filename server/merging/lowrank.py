@@ -1,48 +1,87 @@
-"""Exact arithmetic on stacked low-rank factors: sums, inner products, core space, truncation.
+"""Exact arithmetic on low-rank factors: sums, inner products, truncation, and factors of a full matrix.
 
 A sum of T weight changes of rank r lives in at most T·r dimensions on either side. QR of the stacked thin factors gives
 orthonormal bases Q_B, Q_A, and with them a core of (T·r)² numbers in which norms, angles and singular values are those
-of the full matrices. Cores are float64; nothing of size [out, in] is ever built here.
+of the full matrices. Where T·r exceeds the smaller side of the matrix, the matrix itself is the smaller form, and takes
+the core's place. Cores are float64, full matrices fp32.
+
+Parties are looked at one after the other, and written where the result will be: memory is the result's.
 """
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
 from dpmerge.server.merging.deltas import Factors
 
+BLOCK = 256
+"""Ranks, or columns of a full matrix, in one product: few passes over what they are added to, and little memory."""
+
 
 def weighted_sum(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
-    """Return Σ_t weights_t τ_t exactly, at the lowest rank that needs no decomposition.
+    """Return Σ_t weights_t τ_t exactly, in the smallest form that needs no decomposition.
 
     Parties that share A add their B's under it; different A's are stacked. All parties on one frozen A thus keep their
-    rank.
+    rank. Where a stack would have more ranks than the matrix has rows or columns, the matrix itself is added up, beside
+    the identity: from then on no further party makes it larger.
     """
-    groups: dict[bytes, tuple[Tensor, Tensor]] = {}
-    for item, weight in zip(factors, weights, strict=True):
-        if not item.rank:
-            continue
-        key = hashlib.sha256(item.a.contiguous().cpu().numpy().data).digest()
-        a, b = groups.get(key, (item.a, torch.zeros(item.b.shape, dtype=torch.float64)))
-        groups[key] = a, b + item.b.double() * (weight * item.scaling)
-    return Factors(torch.cat([a for a, _ in groups.values()]), torch.cat([b.float() for _, b in groups.values()], 1))
+    out, width = factors[0].shape
+    sharing: dict[bytes, list[int]] = {}
+    for t, item in enumerate(factors):
+        if item.rank:
+            sharing.setdefault(hashlib.sha256(item.a.contiguous().cpu().numpy().data).digest(), []).append(t)
+    rank = sum(factors[group[0]].rank for group in sharing.values())
+    pieces = ((factors[group[0]].a, _weighted_b(factors, weights, group)) for group in sharing.values())
+    if rank <= min(out, width):
+        return stack(pieces, out, width, rank)
+    return beside_identity(_full_sum(pieces, out, width))
+
+
+def stack(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int, rank: int) -> Factors:
+    """Return Σ b a over pieces (a, b), as the factors that they form side by side, b in fp32.
+
+    Args:
+        pieces: a [r, width] and b [out, r]; one at a time is looked at.
+        out: Rows of every b.
+        width: Columns of every a.
+        rank: Sum of all r.
+    """
+    start, all_a, all_b = 0, torch.empty(rank, width), torch.empty(out, rank)
+    for a, b in pieces:
+        if start == 0:
+            all_a, all_b = a.new_empty(rank, width), b.new_empty(out, rank, dtype=torch.float32)
+        all_a[start : start + len(a)] = a
+        all_b[:, start : start + len(a)] = b
+        start += len(a)
+    return Factors(all_a, all_b)
+
+
+def beside_identity(matrix: Tensor) -> Factors:
+    """Return a full matrix as factors without a decomposition: its smaller side is the rank."""
+    out, width = matrix.shape
+    identity = torch.eye(min(out, width), dtype=matrix.dtype, device=matrix.device)
+    return Factors(matrix, identity) if out <= width else Factors(identity, matrix)
 
 
 def gram(factors: Sequence[Factors]) -> Tensor:
     """Return the inner products ⟨τ_t, τ_s⟩ as float64 [T, T].
 
-    ⟨τ_t, τ_s⟩ = s_t s_s Σ (B_tᵀB_s) ∘ (A_tA_sᵀ): products of thin factors only.
+    ⟨τ_t, τ_s⟩ = s_t s_s Σ (B_tᵀB_s) ∘ (A_tA_sᵀ): products of thin factors only, of a few parties at a time.
     """
-    a = torch.cat([item.a for item in factors]).double()
-    b = torch.cat([item.b * item.scaling for item in factors], 1).double()
-    ranks = torch.tensor([item.rank for item in factors])
-    owner = torch.repeat_interleave(torch.arange(len(factors)), ranks)
-    products = (b.T @ b) * (a @ a.T)
-    rows = torch.zeros(len(factors), len(owner), dtype=torch.float64).index_add_(0, owner, products)
-    return torch.zeros(len(factors), len(factors), dtype=torch.float64).index_add_(1, owner, rows)
+    result = torch.zeros(len(factors), len(factors), dtype=torch.float64, device=factors[0].device)
+    blocks = list(_blocks([item.rank for item in factors]))
+    for i, rows in enumerate(blocks):
+        a, b = _rows_of(factors[rows])
+        for columns in blocks[: i + 1]:
+            other_a, other_b = (a, b) if columns == rows else _rows_of(factors[columns])
+            products = (b @ other_b.T) * (a @ other_a.T)
+            inner = _summed(_summed(products, factors[rows]).T, factors[columns]).T
+            result[rows, columns], result[columns, rows] = inner, inner.T
+    return result
 
 
 def total_norm(factors: Iterable[Factors]) -> float:
@@ -73,6 +112,9 @@ def truncate(item: Factors, rank: int) -> tuple[Factors, float]:
     """
     if rank >= item.rank:
         return item, 0.0
+    if item.rank >= min(item.shape):
+        dtype = torch.promote_types(item.a.dtype, torch.float32)
+        return factorise((item.b.to(dtype) * item.scaling) @ item.a.to(dtype), rank)
     q_b, r_b = thin_qr(item.b * item.scaling)
     q_a, r_a = thin_qr(item.a.T)
     u, s, vh = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
@@ -86,18 +128,91 @@ def factorise(delta: Tensor, rank: int) -> tuple[Factors, float]:
 
     Eigenvectors of the smaller Gram matrix, in float64, give the singular subspace at the price of two matrix products.
     They are orthonormal to rounding whatever the spectrum, so projecting onto them is exact; only directions below 1e-8
-    of the largest singular value could be told apart better by a full SVD.
+    of the largest singular value could be told apart better by a full SVD, and a loss below 1e-8 of the norm is noise.
+    At full rank the matrix comes back as it is, beside the identity.
 
     Args:
-        delta: [out, in] fp32.
+        delta: [out, in]; a few of its columns at a time are held in float64.
         rank: At least 1; capped at min(out, in).
     """
-    wide = delta.shape[0] <= delta.shape[1]
-    matrix = delta.double() if wide else delta.double().T
-    _, vectors = torch.linalg.eigh(matrix @ matrix.T)
-    basis = vectors[:, -rank:].flip(1)
-    other = basis.T @ matrix
-    lost = float(torch.linalg.vector_norm(matrix - basis @ other))
-    if wide:
-        return Factors(other.float(), basis.float()), lost
-    return Factors(basis.T.float().contiguous(), other.T.float().contiguous()), lost
+    out, width = delta.shape
+    if rank >= min(out, width):
+        return beside_identity(delta.float()), 0.0
+    matrix = delta if out <= width else delta.T
+    products = torch.zeros(len(matrix), len(matrix), dtype=torch.float64, device=delta.device)
+    for strip in torch.split(matrix, BLOCK, 1):
+        products.addmm_(strip.double(), strip.double().T)
+    energy = float(products.trace())
+    basis = _leading_eigenvectors(products, rank)
+    other = matrix.new_empty(rank, matrix.shape[1], dtype=torch.float32)
+    for strip, kept in zip(torch.split(matrix, BLOCK, 1), torch.split(other, BLOCK, 1), strict=True):
+        coordinates = basis.T @ strip.double()
+        energy -= float(coordinates.square().sum())
+        kept.copy_(coordinates)
+    lost = math.sqrt(max(energy, 0.0))
+    if out <= width:
+        return Factors(other, basis.float()), lost
+    return Factors(basis.T.float().contiguous(), other.T.contiguous()), lost
+
+
+def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:
+    """Return the eigenvectors of the largest eigenvalues as columns, largest first; overwrites the matrix.
+
+    LAPACK's `syevr` finds only those asked for, without the workspace of two more matrices that torch's `syevd` takes.
+    """
+    size = len(products)
+    if products.is_cuda:
+        every: Tensor = torch.linalg.eigh(products).eigenvectors
+        return every[:, -count:].flip(1)
+    _, vectors = scipy.linalg.eigh(
+        products.numpy().T, overwrite_a=True, check_finite=False, subset_by_index=(size - count, size - 1), driver="evr"
+    )
+    leading: Tensor = torch.from_numpy(vectors).flip(1)
+    return leading
+
+
+def _weighted_b(factors: Sequence[Factors], weights: Sequence[float], group: Sequence[int]) -> Tensor:
+    total = factors[group[0]].b.double() * (weights[group[0]] * factors[group[0]].scaling)
+    for t in group[1:]:
+        total += factors[t].b.double() * (weights[t] * factors[t].scaling)
+    return total
+
+
+def _full_sum(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int) -> Tensor:
+    total = torch.zeros(out, width)
+    held: list[tuple[Tensor, Tensor]] = []
+    for piece in pieces:
+        if sum(len(a) for a, _ in held) + len(piece[0]) > BLOCK:
+            total = _add_product(total, held)
+            held = []
+        held.append(piece)
+    return _add_product(total, held)
+
+
+def _add_product(total: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    a, b = torch.cat([a for a, _ in pieces]), torch.cat([b.float() for _, b in pieces], 1)
+    return total.to(a.device).addmm_(b, a.float())
+
+
+def _blocks(ranks: Sequence[int]) -> Iterator[slice]:
+    """Yield consecutive parties whose ranks sum to at most `BLOCK`, or one party with more."""
+    start, held = 0, 0
+    for t, rank in enumerate(ranks):
+        if held and held + rank > BLOCK:
+            yield slice(start, t)
+            start, held = t, 0
+        held += rank
+    yield slice(start, len(ranks))
+
+
+def _rows_of(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+    a = torch.cat([item.a for item in factors]).double()
+    b = torch.cat([(item.b * item.scaling).T for item in factors]).double()
+    return a, b
+
+
+def _summed(products: Tensor, factors: Sequence[Factors]) -> Tensor:
+    """Sum the rows that belong to the same party: [Σ r, n] → [T, n]."""
+    ranks = torch.tensor([item.rank for item in factors])
+    owner = torch.repeat_interleave(torch.arange(len(factors)), ranks).to(products.device)
+    return products.new_zeros(len(factors), products.shape[1]).index_add_(0, owner, products)

@@ -1,9 +1,13 @@
 """What every method is given, and what it gives back."""
 
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import get_args
 
+import torch
 from torch import Tensor
 
 from dpmerge.common.config_sections import Semantics
@@ -73,8 +77,34 @@ Rule = Callable[[str, tuple[Factors, ...]], tuple[Factors, float]]
 """(module, every party's factors) → merged factors and the Frobenius norm of what the rank left out."""
 
 
-def per_module(modules: Modules, rule: Rule, coefficient: float) -> Combined:
-    """Apply a rule to one module after the other, so that memory does not grow with their number."""
-    results = {name: rule(name, factors) for name, factors in modules.items()}
-    merged = {name: factors for name, (factors, _) in results.items()}
-    return Combined(merged, coefficient, {name: lost for name, (_, lost) in results.items()})
+def per_module(modules: Modules, rule: Rule, coefficient: float, workers: int | None = None) -> Combined:
+    """Apply a rule to every module, each by itself: memory is a module's per worker, however many modules there are.
+
+    Args:
+        modules: What to merge. A rule computes where its factors are, and its result is brought back to the processor.
+        rule: What to do with one module. Its result must depend on nothing but the arguments.
+        coefficient: Passed on.
+        workers: Threads; by default as many as there are processors for torch's own threads, often one.
+    """
+    count = min(workers or _cores() // torch.get_num_threads(), len(modules))
+    if count > 1:
+        with ThreadPoolExecutor(count) as pool:
+            results = list(pool.map(_applied, repeat(rule), modules.items()))
+    else:
+        results = [_applied(rule, entry) for entry in modules.items()]
+    merged = {name: factors for name, (factors, _) in zip(modules, results, strict=True)}
+    return Combined(merged, coefficient, {name: lost for name, (_, lost) in zip(modules, results, strict=True)})
+
+
+def _applied(rule: Rule, entry: tuple[str, tuple[Factors, ...]]) -> tuple[Factors, float]:
+    name, factors = entry
+    if factors[0].device.type == "cpu":
+        return rule(name, factors)
+    with factors[0].device:  # also for tensors that a rule makes itself
+        merged, lost = rule(name, factors)
+    return merged.on("cpu"), lost
+
+
+def _cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
