@@ -1,15 +1,18 @@
-"""What this party has spent: an append-only, hash-chained, fsynced file that stays with the party.
+"""What a data set has spent: an append-only, hash-chained, fsynced file that stays with the site.
 
-A reservation charges all T steps before the first noise draw; a crash after it counts as spent. The same reservation
-may only go on with the same data and configuration. One JSON object per line, each holding the SHA-256 of the line
-before it.
+    reserve ──▶ released ──▶ receipt
+       └──────▶ abandoned
+
+A reservation charges all T steps before the first noise draw; a crash after it counts as spent. It may only go on with
+the data and the configuration that it is bound to. One JSON object per line, each holding the SHA-256 of the line
+before it; the hash of the last line is the head, which travels with releases, so that a cut shows. A line is added by
+writing the old bytes and the new line beside the file and renaming: nobody ever sees half a line.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +20,17 @@ from typing import Any
 
 from filelock import FileLock
 
+from dpmerge.client.budget import Cap, check_cap
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
+from dpmerge.common.untrusted import ReleaseRefused, parse_json
 
 GENESIS = "0" * 64
+RESERVATION = "reservation"
+"""File in a party's folder that names the reservation under which the folder trains."""
+
+_FOLLOWERS = {"released": "release", "receipt": "receipt", "abandoned": None}
+_RESTORE = "restore the ledger from a backup; a party that cannot show what it has spent may not spend more"
 
 
 @dataclass(frozen=True)
@@ -39,112 +50,195 @@ class Reservation:
     is_new: bool
 
 
+@dataclass(frozen=True)
+class Line:
+    """One line of a ledger: what it says, and the SHA-256 of its bytes, which was the head once."""
+
+    entry: dict[str, Any]
+    sha256: str
+
+
 class Ledger:
-    """The ledger file of one party. Safe under two processes; every append is on disk before it returns."""
+    """One ledger file. Safe under two processes; every append is on disk before it returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = FileLock(str(path) + ".lock")
 
-    def entries(self) -> list[dict[str, Any]]:
-        """Return all entries, oldest first.
+    def lines(self) -> list[Line]:
+        """Return all lines, oldest first.
 
         Raises:
             DpmergeError: DPM-504 if a line is damaged or the chain is broken.
         """
-        if not self._path.exists():
-            return []
-        entries, previous = [], GENESIS
-        for number, line in enumerate(self._path.read_bytes().splitlines(), start=1):
-            try:
-                entry = json.loads(line)
-                intact = isinstance(entry, dict) and entry.get("previous") == previous
-            except ValueError:
-                intact = False
-            if not intact:
-                raise DpmergeError(
-                    "DPM-504",
-                    f"line {number} of {self._path.name} is damaged or does not follow from the line before it",
-                    "restore the ledger from a backup; a party that cannot show what it has spent may not spend more",
-                )
-            entries.append(entry)
-            previous = hashlib.sha256(line).hexdigest()
-        return entries
+        return _parse(self._content(), self._path.name)
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return what the lines say; see `lines`."""
+        return [line.entry for line in self.lines()]
 
     def head(self) -> str:
-        """Return the hash of the last line: whoever keeps it can tell that a ledger was truncated."""
-        lines = self._path.read_bytes().splitlines() if self._path.exists() else []
-        return hashlib.sha256(lines[-1]).hexdigest() if lines else GENESIS
+        """Return the hash of the last line: whoever keeps it can tell that a ledger was cut before it."""
+        lines = self.lines()
+        return lines[-1].sha256 if lines else GENESIS
 
-    def reserve(self, *, dataset: str, binding: str, charge: dict[str, Any]) -> Reservation:
+    def reserve(
+        self,
+        *,
+        dataset: str,
+        binding: str,
+        charge: dict[str, Any],
+        reservation: str | None = None,
+        cap: Cap | None = None,
+    ) -> Reservation:
         """Charge a training, or find the open reservation that it continues.
 
         Args:
             dataset: The site's own name for the data set, stable under added rows.
             binding: SHA-256 over data and configuration.
             charge: ε, δ and the mechanism's numbers, for people and accountants to read.
+            reservation: Id of the reservation, known to whoever continues it; None makes one up.
+            cap: What all reservations on the data set together may cost; None sets no bound.
 
         Raises:
-            DpmergeError: DPM-504 if another reservation on this data set is still open: its noise is out, its release
-                is not.
+            DpmergeError: DPM-504 if the reservation was made for other data or settings, or is closed. DPM-506 if the
+                cap would be exceeded; nothing is charged then.
         """
+        charge = json.loads(json.dumps(charge))  # as every later reader will see it
         with self._lock:
-            open_reservations = _open(self.entries(), dataset)
-            for entry in open_reservations:
-                if entry["binding"] == binding:
-                    return Reservation(entry["reservation"], binding, entry["charge"], is_new=False)
-            if open_reservations:
-                raise DpmergeError(
-                    "DPM-504",
-                    f"the data set {dataset!r} has a reservation without a release, for other records or settings",
-                    "go on with the records and settings it was made for, or use another folder (a second charge)",
-                )
-            reservation = Reservation(secrets.token_hex(16), binding, charge, is_new=True)
+            entries = self.entries()
+            found = _find(entries, reservation) if reservation is not None else None
+            if found is not None:
+                _check_continues(found, entries, binding)
+                return found
+            if cap is not None:
+                check_cap(entries, dataset, charge, cap)
+            new = Reservation(reservation or secrets.token_hex(16), binding, charge, is_new=True)
             self._append(
-                {
-                    "kind": "reserve",
-                    "dataset": dataset,
-                    "reservation": reservation.id,
-                    "binding": binding,
-                    "charge": charge,
-                }
+                {"kind": "reserve", "dataset": dataset, "reservation": new.id, "binding": binding, "charge": charge}
             )
-            return reservation
+            return new
 
-    def find(self, binding: str) -> Reservation | None:
-        """Return the newest reservation, open or closed, for these data and this configuration."""
-        for entry in reversed(self.entries()):
-            if entry["kind"] == "reserve" and entry["binding"] == binding:
-                return Reservation(entry["reservation"], binding, entry["charge"], is_new=False)
-        return None
+    def find(self, reservation: str) -> Reservation | None:
+        """Return a reservation, open or closed, by its id."""
+        return _find(self.entries(), reservation)
+
+    def released(self, reservation: Reservation, release_sha256: str) -> None:
+        """Record the release that a reservation paid for. Recording the same one again changes nothing.
+
+        Raises:
+            DpmergeError: DPM-504 if it paid for another one before.
+        """
+        self._follow(reservation.id, "released", release_sha256)
+
+    def received(self, reservation: Reservation, receipt_sha256: str) -> None:
+        """Record the server's receipt, which closes the outbox. Recording the same one again changes nothing.
+
+        Raises:
+            DpmergeError: DPM-504 if another one was recorded before.
+        """
+        self._follow(reservation.id, "receipt", receipt_sha256)
 
     def abandon(self) -> None:
         """Close every open reservation for good: what it charged stays spent, and its training is not gone on with."""
         with self._lock:
             entries = self.entries()
-            for dataset in {entry["dataset"] for entry in entries if entry["kind"] == "reserve"}:
-                for entry in _open(entries, dataset):
+            closed = {entry["reservation"] for entry in entries if entry["kind"] != "reserve"}
+            for entry in entries:
+                if entry["kind"] == "reserve" and entry["reservation"] not in closed:
                     self._append({"kind": "abandoned", "reservation": entry["reservation"]})
 
-    def released(self, reservation: Reservation, release_sha256: str) -> None:
-        """Record the release that a reservation paid for. Recording the same one again changes nothing."""
+    def _follow(self, reservation: str, kind: str, sha256: str) -> None:
+        field = str(_FOLLOWERS[kind])
         with self._lock:
-            entry = {"kind": "released", "reservation": reservation.id, "release": release_sha256}
-            if not any(
-                old.get("kind") == "released" and old["reservation"] == reservation.id for old in self.entries()
-            ):
-                self._append(entry)
+            before = [e for e in self.entries() if e["kind"] == kind and e["reservation"] == reservation]
+            if not before:
+                self._append({"kind": kind, "reservation": reservation, field: sha256})
+            elif before[0][field] != sha256:
+                raise DpmergeError(
+                    "DPM-504",
+                    f"the reservation has another {field} already",
+                    "put the first one back; a second release is a second charge, in a folder of its own",
+                )
+
+    def _content(self) -> bytes:
+        return self._path.read_bytes() if self._path.exists() else b""
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = json.dumps({**entry, "previous": self.head()}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(descriptor, line)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        content = self._content() + line
+        _parse(content, self._path.name)  # what could not be read back is not written
+        replace_file(self._path, content, mode=0o600, durable=True)
 
 
-def _open(entries: list[dict[str, Any]], dataset: str) -> list[dict[str, Any]]:
-    closed = {entry["reservation"] for entry in entries if entry["kind"] != "reserve"}
-    return [e for e in entries if e["kind"] == "reserve" and e["dataset"] == dataset and e["reservation"] not in closed]
+def reservation_id(folder: Path) -> str:
+    """Return the id of the reservation under which a party's folder trains, made up and on disk before any charge.
+
+    Raises:
+        DpmergeError: DPM-504 if the file is damaged.
+    """
+    path = folder / RESERVATION
+    if not path.exists():
+        replace_file(path, secrets.token_hex(16), mode=0o600, durable=True)
+    found = path.read_text(encoding="ascii", errors="replace")
+    if len(found) != 32 or set(found) - set("0123456789abcdef"):
+        fix = "put the file back, or train into another folder, as a second charge"
+        raise DpmergeError("DPM-504", f"{RESERVATION} in the party's folder is damaged", fix)
+    return found
+
+
+def _parse(content: bytes, name: str) -> list[Line]:
+    lines: list[Line] = []
+    reserved: set[str] = set()
+    *complete, rest = content.split(b"\n")
+    for number, data in enumerate([*complete, rest] if rest else complete, start=1):
+        entry = _entry(data, lines[-1].sha256 if lines else GENESIS, reserved)
+        if entry is None or (rest and number > len(complete)):
+            problem = f"line {number} of the ledger {name} is damaged or does not follow from the line before it"
+            raise DpmergeError("DPM-504", problem, _RESTORE)
+        lines.append(Line(entry, hashlib.sha256(data).hexdigest()))
+    return lines
+
+
+def _entry(data: bytes, previous: str, reserved: set[str]) -> dict[str, Any] | None:
+    """Return what a line says, or None if it is none that could stand here; notes its reservation."""
+    try:
+        entry = parse_json(data, "line")
+    except ReleaseRefused:
+        return None
+    if entry.get("previous") != previous:
+        return None
+    kind, reservation = entry.get("kind"), entry.get("reservation")
+    if not isinstance(reservation, str) or not isinstance(kind, str):
+        return None
+    if kind == "reserve":
+        texts = isinstance(entry.get("dataset"), str) and isinstance(entry.get("binding"), str)
+        if not texts or not isinstance(entry.get("charge"), dict) or reservation in reserved:
+            return None
+        reserved.add(reservation)
+        return entry
+    field = _FOLLOWERS.get(kind, "")
+    complete = field is None or isinstance(entry.get(field), str)
+    return entry if complete and reservation in reserved else None
+
+
+def _find(entries: list[dict[str, Any]], reservation: str) -> Reservation | None:
+    for entry in entries:
+        if entry["kind"] == "reserve" and entry["reservation"] == reservation:
+            return Reservation(reservation, entry["binding"], entry["charge"], is_new=False)
+    return None
+
+
+def _check_continues(found: Reservation, entries: list[dict[str, Any]], binding: str) -> None:
+    if found.binding != binding:
+        raise DpmergeError(
+            "DPM-504",
+            "this folder's reservation was made for other records or settings",
+            "go on with the records and settings it was made for, or use another folder (a second charge)",
+        )
+    if any(entry["kind"] != "reserve" and entry["reservation"] == found.id for entry in entries):
+        raise DpmergeError(
+            "DPM-504",
+            "this folder's reservation is closed, and what it paid for is not here",
+            "put the release back, or train into another folder, as a second charge",
+        )

@@ -2,8 +2,8 @@
 
     records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement ─▶ release folder
 
-Everything written here stays in the party's own folder: its ledger, the checkpoint of an interrupted training, and
-the release, which is the only thing ever sent.
+Everything written here stays in the party's own folder: the checkpoint of an interrupted training, the
+release, which is the only thing ever sent, and a simulation's ledger (a site's is kept elsewhere: `client/policy.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from torch import nn
 
 from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
-from dpmerge.client.ledger import Ledger
+from dpmerge.client.ledger import reservation_id
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
+from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
 from dpmerge.client.units import Users
@@ -60,6 +61,7 @@ def run_party(
     on_progress: OnProgress = lambda _stage, _done, _total: None,
     cache_trunk: bool = True,
     activations: Activations | None = None,
+    policy: Policy | None = None,
 ) -> dict[str, bytes]:
     """Return the party's release as files, training it first unless this folder already holds it.
 
@@ -71,30 +73,32 @@ def run_party(
         cache_trunk: False runs the frozen layers again whenever a record is drawn: the same release, in less memory.
         activations: The same records, already encoded at the split of the same base and layers: for whoever trains
             on them many times. None encodes them here.
+        policy: The site's own rules, ledgers and caps. None, for simulations, charges a ledger in the folder.
 
     Raises:
         DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
-            holds a release or an interrupted training of other records or settings.
+            holds a release or an interrupted training of other records or settings; DPM-506 or DPM-507 if the site's
+            policy does not allow it, before anything is charged.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(folder / "party.lock"):
+        account = open_account(plan, base.sha256, folder, policy)
         records = training_records(plan.source)
         if not len(records):
             append_log(folder, "none of the records can be used: check text, label and labels\n")
         binding = _binding(plan, base, records)
-        ledger = Ledger(folder / "ledger.jsonl")
         if not (folder / "release").exists():
-            release = _train(plan, base, records, binding, ledger, folder, on_progress, cache_trunk, activations)
+            release = _train(plan, base, records, binding, account, folder, on_progress, cache_trunk, activations)
             write_release(folder / "release", release)
-        reservation = ledger.find(binding)
-        if reservation is None:
+        reservation = account.ledger.find(reservation_id(folder))
+        if reservation is None or reservation.binding != binding:
             raise DpmergeError(
                 "DPM-302",
                 "the party's folder holds a release of other records or settings",
                 "resume with the records and settings it was made for, or use another folder, as a second charge",
             )
         files = release_files(folder / "release")
-        ledger.released(reservation, release_hash(files))
+        account.ledger.released(reservation, release_hash(files))
         erase(folder / CHECKPOINT)
         return files
 
@@ -120,7 +124,7 @@ def _train(
     base: Base,
     records: Records,
     binding: str,
-    ledger: Ledger,
+    account: Account,
     folder: Path,
     on_progress: OnProgress,
     cache_trunk: bool,
@@ -150,7 +154,7 @@ def _train(
         _check_independent(gradients, classifier, split, base, plan)
         mechanism = make_mechanism(plan, gradients.theta.numel())
         statement = _statement(plan, mechanism, base, head.labels)
-        run = _reserved(plan, mechanism, statement, data.num_units, binding, ledger, folder)
+        run = _reserved(plan, mechanism, statement, data.num_units, binding, account, folder)
 
         def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
             if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
@@ -288,7 +292,7 @@ def _reserved(
     charge: dict[str, Any],
     num_units: int,
     binding: str,
-    ledger: Ledger,
+    account: Account,
     folder: Path,
 ) -> _Run:
     """Charge the training before its first noise draw, or find the state in which a crash left it.
@@ -298,7 +302,9 @@ def _reserved(
             and drawing anew would be a second training on one charge. The same if it was charged for other numbers.
     """
     checkpoint = folder / CHECKPOINT
-    reservation = ledger.reserve(dataset=task_name(plan), binding=binding, charge=charge)
+    reservation = account.ledger.reserve(
+        reservation=reservation_id(folder), dataset=account.dataset, binding=binding, charge=charge, cap=account.cap
+    )
     if not reservation.is_new:
         if not checkpoint.exists() or reservation.charge != json.loads(json.dumps(charge)):
             raise DpmergeError(

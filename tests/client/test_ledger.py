@@ -1,83 +1,204 @@
 import json
+import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dpmerge.client.ledger import GENESIS, Ledger
+from dpmerge.client.budget import Cap
+from dpmerge.client.ledger import GENESIS, Ledger, reservation_id
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import Mechanism
+
+from .charges import charge_of
 
 
-def _reserve(ledger, binding="b1", dataset="shop"):
-    return ledger.reserve(dataset=dataset, binding=binding, charge={"epsilon": 1.0})
+def _reserve(ledger, binding="b1", dataset="shop", **more):
+    return ledger.reserve(dataset=dataset, binding=binding, charge={"epsilon": 1.0}, **more)
+
+
+def _kinds(ledger):
+    return [entry["kind"] for entry in ledger.entries()]
 
 
 def test_reservation_is_charged_once_and_found_again(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    first = _reserve(ledger)
-    again = _reserve(Ledger(tmp_path / "ledger.jsonl"))
-    assert first.is_new
-    assert not again.is_new
-    assert again.id == first.id
-    assert [entry["kind"] for entry in ledger.entries()] == ["reserve"]
+    name = reservation_id(tmp_path)
+    first = _reserve(ledger, reservation=name)
+    again = _reserve(Ledger(tmp_path / "ledger.jsonl"), reservation=reservation_id(tmp_path))
+    assert (first.is_new, again.is_new) == (True, False)
+    assert first.id == again.id == name
+    assert _kinds(ledger) == ["reserve"]
+    assert _reserve(ledger).is_new  # from another folder: a charge of its own
 
 
-def test_open_reservation_refuses_other_data_or_settings(tmp_path):
+def test_a_reservation_goes_on_with_the_same_data_and_settings_only(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    _reserve(ledger)
-    with pytest.raises(DpmergeError, match="DPM-504"):
-        _reserve(ledger, binding="other")
-    assert len(ledger.entries()) == 1
-    assert _reserve(ledger, binding="other", dataset="elsewhere").is_new
+    first = _reserve(ledger, reservation="r")
+    with pytest.raises(DpmergeError, match="other records or settings"):
+        _reserve(ledger, reservation="r", binding="other")
+    ledger.released(first, "hash")
+    with pytest.raises(DpmergeError, match="is closed"):
+        _reserve(ledger, reservation="r")
+    assert _kinds(ledger) == ["reserve", "released"]
 
 
-def test_training_again_after_a_release_is_a_second_charge(tmp_path):
+def test_what_follows_a_reservation_is_recorded_once(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     first = _reserve(ledger)
-    ledger.released(first, "hash")
-    ledger.released(first, "hash")
+    for _ in range(2):
+        ledger.released(first, "hash")
+        ledger.received(first, "receipt")
+    assert _kinds(ledger) == ["reserve", "released", "receipt"]
+    for record in (ledger.released, ledger.received):
+        with pytest.raises(DpmergeError, match="already"):
+            record(first, "other")
     second = _reserve(ledger)
     assert second.is_new
     assert second.id != first.id
-    assert [entry["kind"] for entry in ledger.entries()] == ["reserve", "released", "reserve"]
 
 
-def test_chain_shows_a_changed_or_missing_line(tmp_path):
-    path = tmp_path / "ledger.jsonl"
+def _three(path):
     ledger = Ledger(path)
     for dataset in ("a", "b", "c"):
         _reserve(ledger, dataset=dataset)
-    head = ledger.head()
-    lines = path.read_bytes().splitlines(keepends=True)
+    return path.read_bytes().splitlines(keepends=True)
 
-    changed = json.loads(lines[0])
-    changed["charge"]["epsilon"] = 0.1
-    path.write_bytes(json.dumps(changed).encode() + b"\n" + lines[1] + lines[2])
-    with pytest.raises(DpmergeError, match="line 2"):
-        ledger.entries()
-    path.write_bytes(lines[0] + lines[2])
-    with pytest.raises(DpmergeError, match="line 2"):
-        ledger.entries()
-    path.write_bytes(
-        lines[0] + lines[1]
-    )  # truncation keeps the chain; the head, which travels with a release, shows it
-    ledger.entries()
-    assert ledger.head() != head
+
+def _edited(line):
+    entry = json.loads(line)
+    entry["charge"]["epsilon"] = 0.1
+    return json.dumps(entry).encode() + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (lambda lines: [_edited(lines[0]), *lines[1:]], 2),
+        (lambda lines: [lines[0], lines[2]], 2),
+        (lambda lines: [lines[1], lines[0], lines[2]], 1),
+        (lambda lines: [*lines, lines[2]], 4),
+        (lambda lines: [*lines[:2], lines[2][:-1]], 3),
+        (lambda lines: [*lines[:2], lines[2][:40]], 3),
+        (lambda lines: [*lines, b"\n"], 4),
+        (lambda lines: [*lines, b"[" * 100_000 + b"\n"], 4),
+        (lambda lines: [*lines, b"\xff\n"], 4),
+    ],
+    ids="edited removed reordered repeated no-newline torn blank nested not-unicode".split(),
+)
+def test_chain_shows_what_was_changed(tmp_path, change, number):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(b"".join(change(_three(path))))
+    with pytest.raises(DpmergeError, match=f"DPM-504: line {number} "):
+        Ledger(path).entries()
+    before = path.read_bytes()
+    with pytest.raises(DpmergeError, match="DPM-504"):
+        _reserve(Ledger(path))
+    assert path.read_bytes() == before
+
+
+def test_an_earlier_head_shows_a_cut_or_a_changed_last_line(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    lines = _three(path)
+    head = Ledger(path).head()
+    for content in (lines[:2], [*lines[:2], _edited(lines[2])]):
+        path.write_bytes(b"".join(content))
+        assert head not in [line.sha256 for line in Ledger(path).lines()]
+    path.write_bytes(b"".join(lines))
+    _reserve(Ledger(path), dataset="d")
+    assert Ledger(path).lines()[2].sha256 == head
     assert Ledger(tmp_path / "none.jsonl").head() == GENESIS
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"kind": "released", "reservation": "unknown", "release": "hash"},
+        {"kind": "reserve", "reservation": "r", "dataset": "a", "binding": "b", "charge": None},
+        {"kind": "spent", "reservation": "r"},
+        {"kind": "reserve", "dataset": "a", "binding": "b", "charge": {}},
+    ],
+)
+def test_a_line_that_makes_no_sense_is_damage_although_its_hash_fits(tmp_path, entry):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(json.dumps({**entry, "previous": GENESIS}) + "\n")
+    with pytest.raises(DpmergeError, match="line 1 of the ledger ledger.jsonl"):
+        Ledger(path).entries()
 
 
 def test_concurrent_reservations_keep_the_chain(tmp_path):
     path = tmp_path / "ledger.jsonl"
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda i: _reserve(Ledger(path), dataset=f"d{i % 4}"), range(32)))
-    entries = Ledger(path).entries()
-    assert sorted(entry["dataset"] for entry in entries) == ["d0", "d1", "d2", "d3"]
+        list(pool.map(lambda i: _reserve(Ledger(path), reservation=f"r{i % 4}"), range(32)))
+    assert sorted(entry["reservation"] for entry in Ledger(path).entries()) == ["r0", "r1", "r2", "r3"]
     assert path.stat().st_mode & 0o077 == 0
+
+
+def _race(path, barrier, index, answers):
+    barrier.wait()
+    try:
+        for turn in range(5):
+            Ledger(path).reserve(dataset="shop", binding=f"{index}-{turn}", charge={"epsilon": 1.0})
+        answers.put("charged")
+        Ledger(path).reserve(dataset="capped", binding="b", charge=charge_of(FULL), cap=CAP)
+        answers.put("won")
+    except DpmergeError as refusal:
+        answers.put(refusal.code)
+
+
+FULL = Mechanism(
+    noise_multiplier=2.0,
+    l2_clip_norm=1.0,
+    population=2800,
+    expected_batch_size=128,
+    num_steps=40,
+    target_delta=1e-5,
+    noise="fast",
+)
+CAP = Cap(epsilon=0.8, delta=1e-5)  # FULL alone costs 0.64, twice 0.89
+
+
+def test_two_processes_keep_the_chain_and_only_one_gets_what_the_cap_leaves(tmp_path):
+    context, path = multiprocessing.get_context("fork"), tmp_path / "ledger.jsonl"
+    barrier, answers = context.Barrier(2), context.Queue()
+    racers = [context.Process(target=_race, args=(path, barrier, index, answers)) for index in range(2)]
+    for racer in racers:
+        racer.start()
+    told = sorted(answers.get(timeout=60) for _ in range(4))
+    for racer in racers:
+        racer.join()
+    assert told == ["DPM-506", "charged", "charged", "won"]
+    assert sorted(e["binding"] for e in Ledger(path).entries()) == sorted(
+        ["b", *(f"{index}-{turn}" for index in range(2) for turn in range(5))]
+    )
+
+
+def test_a_failed_write_charges_nothing_and_keeps_the_old_lines(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.jsonl"
+    before = b"".join(_three(path))
+
+    def full(*_args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dpmerge.common.files.os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        _reserve(Ledger(path))
+    assert path.read_bytes() == before
 
 
 def test_abandoned_trainings_stay_spent_and_are_not_gone_on_with(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
-    first = _reserve(ledger)
+    first = _reserve(ledger, reservation="r")
     ledger.abandon()
     ledger.abandon()
+    with pytest.raises(DpmergeError, match="is closed"):
+        _reserve(ledger, reservation="r")
     assert _reserve(ledger).id != first.id
-    assert [entry["kind"] for entry in ledger.entries()] == ["reserve", "abandoned", "reserve"]
+    assert _kinds(ledger) == ["reserve", "abandoned", "reserve"]
+
+
+def test_a_damaged_reservation_file_is_refused(tmp_path):
+    assert reservation_id(tmp_path) == reservation_id(tmp_path)
+    assert (tmp_path / "reservation").stat().st_mode & 0o077 == 0
+    (tmp_path / "reservation").write_text("")
+    with pytest.raises(DpmergeError, match="DPM-504"):
+        reservation_id(tmp_path)
