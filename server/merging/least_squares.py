@@ -36,12 +36,16 @@ def regmean(modules: Modules, recipe: Recipe) -> Combined:
     def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         width = factors[0].shape[1]
         whole = torch.zeros(width, width, dtype=torch.float64)
-        rows = []
+        rows, plain = [], []
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
-            gram = _damped(_statistic(recipe, t, name, (width, width)).double(), recipe.off_diagonal).mul_(weight)
-            rows.append(item.scaling * item.a.double() @ gram)
-            whole += gram
-        solved = torch.cholesky_solve(torch.cat(rows).T, torch.linalg.cholesky(whole)).T
+            gram = _damped(_statistic(recipe, t, name, (width, width), "gram"), recipe.off_diagonal)
+            a = weight * item.scaling * item.a.double()
+            rows.append(a @ gram)
+            plain.append(a)
+            whole += weight * gram
+        guard = float((GUARD * whole.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny))
+        whole.diagonal().add_(guard)
+        solved = torch.cholesky_solve((torch.cat(rows) + guard * torch.cat(plain)).T, torch.linalg.cholesky(whole)).T
         a, b = recipe.factor * solved, torch.cat([item.b for item in factors], 1)
         merged, lost = truncate(Factors(a, b), result_rank(factors, recipe))
         return Factors(merged.a.float(), merged.b.float()), lost
@@ -65,7 +69,7 @@ def fisher(modules: Modules, recipe: Recipe) -> Combined:
         shape = factors[0].shape
         total, divisor, plain = torch.zeros(3, *shape, dtype=torch.float64)
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
-            delta, sensitivity = item.delta(), weight * _statistic(recipe, t, name, shape).double()
+            delta, sensitivity = item.delta(), weight * _statistic(recipe, t, name, shape, "fisher")
             total += sensitivity * delta
             divisor += sensitivity
             plain += weight * delta
@@ -87,23 +91,21 @@ def statistics_hash(statistics: Mapping[str, Mapping[str, Tensor]]) -> str:
 
 
 def _damped(gram: Tensor, off_diagonal: float) -> Tensor:
-    """Return off_diagonal · G with G's own diagonal, plus the guard."""
-    diagonal = gram.diagonal().clone()
+    """Return off_diagonal · G with G's own diagonal."""
     damped = gram * off_diagonal
-    damped.diagonal().copy_(diagonal + (GUARD * diagonal.mean()).clamp(min=torch.finfo(torch.float32).tiny))
+    damped.diagonal().copy_(gram.diagonal())
     return damped
 
 
-def _statistic(recipe: Recipe, t: int, name: str, shape: tuple[int, int]) -> Tensor:
-    """Look up one party's statistic of one module."""
+def _statistic(recipe: Recipe, t: int, name: str, shape: tuple[int, int], kind: str) -> Tensor:
+    """Look up one party's statistic of one module, in float64."""
     party = recipe.parties[t]
     fix = "give statistics = public_statistics(...) of public texts for every party and merged module"
     found = recipe.statistics.get(party, {}).get(name)
     if found is None:
         raise DpmergeError("DPM-103", f"merge.statistics has nothing for {name} of {party}", fix)
-    if tuple(found.shape) != shape or not bool(torch.isfinite(found).all()) or bool((found.diagonal() < 0).any()):
-        problem = (
-            f"merge.statistics of {party}: {name} is {tuple(found.shape)}, negative or not finite; expected {shape}"
-        )
+    squares = found.diagonal() if kind == "gram" else found
+    if tuple(found.shape) != shape or not bool(torch.isfinite(found).all()) or bool((squares < 0).any()):
+        problem = f"merge.statistics of {party}: {name} {tuple(found.shape)} is not {shape}, negative or not finite"
         raise DpmergeError("DPM-103", problem, fix)
-    return found
+    return found.double()

@@ -100,7 +100,9 @@ class _Probe:
         """Add Σ_y p(y|x) (∂ log p(y|x) / ∂W)² of every text x; a text's loss reaches no other text's rows."""
         outputs = [output for _, output in self.calls.values()]
         for label in range(log_beliefs.shape[1]):
-            gradients = torch.autograd.grad(log_beliefs[:, label].sum(), outputs, retain_graph=True)
+            gradients = torch.autograd.grad(
+                log_beliefs[:, label].sum(), outputs, retain_graph=True, materialize_grads=True
+            )
             for (name, (inputs, _)), gradient in zip(self.calls.items(), gradients, strict=True):
                 for belief, left, right in zip(log_beliefs[:, label].detach().exp(), gradient, inputs, strict=True):
                     self._add(name, belief * (left.T @ right).square())
