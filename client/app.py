@@ -21,8 +21,10 @@ from dpmerge.common.sources import terms_hash
 from dpmerge.common.split_encoder import check_length
 from dpmerge.common.wire import Outcome, pack_outcome, unpack_terms
 
-PUBLIC_CODES = frozenset({"DPM-101", "DPM-102", "DPM-103", "DPM-104", "DPM-201", "DPM-202", "DPM-204", "DPM-501"})
-"""Refusals whose text is made of the configuration, the assets and public constants alone."""
+PUBLIC_CODES = frozenset(
+    {"DPM-101", "DPM-102", "DPM-103", "DPM-104", "DPM-201", "DPM-202", "DPM-204", "DPM-501", "DPM-505"}
+)
+"""Refusals whose text is made of the configuration, the assets, public data and public constants alone."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Gram matrix, in float64, block of columns by block of columns.
 >>> svd.add(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.0, 2.0]]))
 >>> svd.add(torch.tensor([[3.0, 0.0, 0.0]]))
 >>> basis = svd.finish()
->>> basis.rows
+>>> basis.rows + 0.0
 tensor([[1., 0., 0.],
         [0., 0., 1.]])
 >>> [round(energy, 4) for energy in basis.energies.tolist()]
@@ -37,14 +37,16 @@ class Basis:
 
     Attributes:
         rows: Q [k, P] fp32, Q Qᵀ = 1 to 1e-6; each row's largest entry is positive.
-        norms: ‖Q g_j‖ of every public gradient [n] float64; empty for a random basis.
-        energies: Mean square of the public gradients along each direction [k] float64, descending; empty for a random
-            basis.
+        coordinates: Q g_j of every public gradient [n, k] float64; without rows for a random basis.
     """
 
     rows: Tensor
-    norms: Tensor
-    energies: Tensor
+    coordinates: Tensor
+
+    @property
+    def energies(self) -> Tensor:
+        """Mean square of the public gradients along each direction [k] float64, descending; nan for a random basis."""
+        return self.coordinates.square().mean(0)
 
     @property
     def sha256(self) -> str:
@@ -60,13 +62,15 @@ class StreamingSvd:
         k: Directions wanted.
         memory_budget_bytes: Upper limit on the rows that are kept; at least twice k of them are.
 
-    Guarantees: exact (to the rounding of float64) while all rows fit into the budget. Beyond it the rows seen so far are
+    Guarantees:
+        Exact, to the rounding of float64, while all rows fit into the budget. Beyond it the rows seen so far are
         replaced by their own top directions, as many as fill half of the budget, before more are taken in.
 
-    References: sequential Karhunen-Loève transform, Levy & Lindenbaum 2000 (doi:10.1109/83.855432), for the case that
-        exceeds the budget.
+    References:
+        Sequential Karhunen-Loève transform, Levy & Lindenbaum 2000, for what exceeds the budget.
 
-    Deviations: none.
+    Deviations:
+        None.
     """
 
     def __init__(self, num_coordinates: int, k: int, memory_budget_bytes: int = DEFAULT_MEMORY_BUDGET_BYTES) -> None:
@@ -93,7 +97,8 @@ class StreamingSvd:
         if len(self._mix.T) + len(rows) > self._max_rows:
             self._compress()
         self._chunks.append(rows)
-        self._mix = torch.block_diag(self._mix, torch.eye(len(rows), dtype=torch.float64))
+        one_more = torch.eye(len(rows), dtype=torch.float64)
+        self._mix = torch.block_diag(self._mix, one_more)  # type: ignore[no-untyped-call]  # torch left it untyped
 
     def finish(self) -> Basis:
         """Return the basis.
@@ -111,9 +116,10 @@ class StreamingSvd:
                 f"choose a k of at most {rank}, or give more public texts" if rank else "give other public texts",
             )
         left, singular = left[:, : self._k], singular[: self._k]
-        coordinates = self._mix @ (left * singular)
-        directions = orthonormal(_combine(left / singular, rows))
-        return Basis(directions, coordinates.norm(dim=1), coordinates.square().mean(0))
+        raw = _combine(left / singular, rows)
+        directions = orthonormal(raw)
+        signs = (raw * directions).sum(1).sign().double().cpu()
+        return Basis(directions, self._mix @ (left * singular * signs))
 
     def _gather(self) -> Tensor:
         if self._chunks:
@@ -144,8 +150,8 @@ def random_basis(num_coordinates: int, k: int, seed: str) -> Basis:
             f"choose a k below {num_coordinates}, or train without a subspace",
         )
     generator = torch.Generator().manual_seed(public_seed(seed))
-    nothing = torch.empty(0, dtype=torch.float64)
-    return Basis(orthonormal(torch.randn(k, num_coordinates, generator=generator)), nothing, nothing)
+    rows = orthonormal(torch.randn(k, num_coordinates, generator=generator))
+    return Basis(rows, torch.empty(0, k, dtype=torch.float64))
 
 
 def public_seed(text: str) -> int:

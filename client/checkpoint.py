@@ -15,9 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from dpmerge.client.subspace import SubspaceState
 from dpmerge.client.train import TrainingState
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file, temporary_of
+
+_SUBSPACE_TENSORS = ("coordinates", "reference", "history", "scales")
 
 
 def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
@@ -28,6 +31,8 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
     tensors: dict[str, Tensor] = {"theta": state.theta}
     if state.direction is not None:
         tensors["direction"] = state.direction
+    if state.subspace is not None:
+        tensors |= {f"subspace.{name}": getattr(state.subspace, name) for name in _SUBSPACE_TENSORS}
     scalars: dict[str, Any] = {}
     for key, value in state.optimizer["state"].get(0, {}).items():
         if isinstance(value, Tensor):
@@ -41,6 +46,7 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
         "scalars": scalars,
         "sampler": state.sampler.hex(),
         "noise": state.noise.hex(),
+        "basis_sha256": None if state.subspace is None else state.subspace.basis_sha256,
     }
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)})
     old = path.open("r+b") if path.exists() else None
@@ -74,6 +80,10 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
         )
     moments = {key.removeprefix("optimizer."): value for key, value in tensors.items() if key.startswith("optimizer.")}
     per_parameter = {**moments, **text["scalars"]}
+    subspace = None
+    if (basis_sha256 := text.get("basis_sha256")) is not None:
+        parts = {name: tensors[f"subspace.{name}"] for name in _SUBSPACE_TENSORS}
+        subspace = SubspaceState(**parts, basis_sha256=basis_sha256)
     return TrainingState(
         step=text["step"],
         theta=tensors["theta"],
@@ -81,6 +91,7 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
         direction=tensors.get("direction"),
         sampler=bytes.fromhex(text["sampler"]),
         noise=bytes.fromhex(text["noise"]),
+        subspace=subspace,
     )
 
 

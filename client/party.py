@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +28,7 @@ from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
+from dpmerge.client.trained_space import trained_space
 from dpmerge.client.units import Users
 from dpmerge.common.accounting import calibrate, cross_check
 from dpmerge.common.activations import Activations
@@ -37,6 +38,7 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import head_module
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapted_layers, adapter_config, attach_lora
+from dpmerge.common.public_corpus import PublicCorpus, overlaps, public_corpus
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
@@ -152,8 +154,10 @@ def _train(
 
     with _gradients(classifier, plan, folder) as gradients:
         _check_independent(gradients, classifier, split, base, plan)
-        mechanism = make_mechanism(plan, gradients.theta.numel())
-        statement = _statement(plan, mechanism, base, head.labels)
+        corpus = _public_corpus(plan, records, folder)
+        space = trained_space(plan, base, head, classifier, split, gradients, corpus)
+        mechanism = make_mechanism(plan, space.coordinates.vector.numel(), l2_clip_norm=space.l2_clip_norm)
+        statement = _statement(plan, mechanism, base, head.labels, space.description)
         run = _reserved(plan, mechanism, statement, data.num_units, binding, account, folder)
 
         def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
@@ -171,6 +175,7 @@ def _train(
             plan.training,
             run.sampler,
             run.noise,
+            coordinates=space.coordinates,
             resume_from=run.state,
             after_step=after_step,
         )
@@ -201,6 +206,22 @@ def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExam
     return gradients
 
 
+def _public_corpus(plan: PartyPlan, records: Records, folder: Path) -> PublicCorpus | None:
+    """Read the public texts of the plan's subspace, if there are any; say in the party's log if some are its own.
+
+    Training goes on all the same. A party that stopped here, or left these texts out, would tell whoever chose them
+    that they are among its records.
+    """
+    corpus = None if plan.training.subspace is None else public_corpus(plan.training.subspace)
+    if corpus is not None and overlaps(corpus, records.texts):
+        append_log(
+            folder,
+            "public texts of the subspace are also among this party's records: are they really public, and may they "
+            "name directions? Training went on, since a stop would show the overlap to others\n",
+        )
+    return corpus
+
+
 def _check_independent(
     gradients: PerExampleGradients, classifier: Classifier, split: SplitEncoder, base: Base, plan: PartyPlan
 ) -> None:
@@ -227,7 +248,9 @@ def append_log(folder: Path, text: str) -> None:
         log.write(text)
 
 
-def _statement(plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[str, ...]) -> dict[str, Any]:
+def _statement(
+    plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[str, ...], subspace: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Return the statement of this mechanism, made before training: what cannot be stated is not trained."""
     return build_statement(
         mechanism,
@@ -239,15 +262,17 @@ def _statement(plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
         noise_seed=noise_origin(plan),
+        subspace=subspace,
     )
 
 
-def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
+def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float | None = None) -> Mechanism:
     """Calibrate the mechanism that meets the plan's ε at its δ; never above it.
 
     Args:
         plan: Declares population, expected batch, steps, clip norm, form of sharpness and noise mode.
-        num_coordinates: P, the number of noised values per query; secure noise charges its sampler's error for each.
+        num_coordinates: P or k, the noised values per query; secure noise charges its sampler's error for each.
+        l2_clip_norm: C where it is not the plan's: a clip norm from public gradients.
     """
     privacy, training = plan.privacy, plan.training
     if privacy.population is None:
@@ -274,7 +299,8 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int) -> Mechanism:
         )
     if privacy.epsilon is None:
         raise ValueError("Expected privacy.epsilon to be set in a resolved private plan.")
-    return calibrate(target_epsilon=privacy.epsilon, l2_clip_norm=privacy.l2_clip_norm, noise=privacy.noise, **public)
+    clip_norm = privacy.l2_clip_norm if l2_clip_norm is None else l2_clip_norm
+    return calibrate(target_epsilon=privacy.epsilon, l2_clip_norm=clip_norm, noise=privacy.noise, **public)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dpmerge.client.noise import NoiseSource
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.sharpness import AscentMemory, perturbation, perturbed
+from dpmerge.client.subspace import Coordinates, FullSpace, SubspaceState
 from dpmerge.client.units import Users
 from dpmerge.common.activations import Activations, Batch
 from dpmerge.common.alignment import LoraView, pull
@@ -73,9 +74,10 @@ class TrainingState:
         step: Logical steps done.
         theta: The trainable vector [P].
         optimizer: The optimizer's state dict.
-        direction: Next ascent direction, or None.
+        direction: Next ascent direction, in the coordinates that are trained, or None.
         sampler: The sampler's cipher state.
         noise: The noise's ratcheted state; earlier noise cannot be recomputed from it.
+        subspace: Where a training in a subspace is; None in the full space.
     """
 
     step: int
@@ -84,6 +86,7 @@ class TrainingState:
     direction: Tensor | None
     sampler: bytes
     noise: bytes
+    subspace: SubspaceState | None = None
 
 
 def train(
@@ -96,6 +99,7 @@ def train(
     sampler: PoissonSampler,
     noise: NoiseSource,
     *,
+    coordinates: Coordinates | None = None,
     resume_from: TrainingState | None = None,
     after_step: Callable[[int, Callable[[], TrainingState]], None] = lambda _step, _state: None,
 ) -> None:
@@ -110,6 +114,7 @@ def train(
         settings: Optimizer, learning rate, radius, pull.
         sampler: Draws the Poisson samples of the data's units.
         noise: Draws the noise; it forgets how after every query.
+        coordinates: What is trained of θ; None is all of it.
         resume_from: State of an interrupted run under the same reservation.
         after_step: Called with the number of steps done (0 before the first) and a function that captures the state.
 
@@ -125,51 +130,62 @@ def train(
     if (mechanism.privacy_unit == "user") != (data.users is not None):
         raise ValueError(f"Expected data whose unit is privacy_unit={mechanism.privacy_unit!r}, as accounted.")
     theta, start = gradients.theta, gradients.theta.clone()
-    optimizer = make_optimizer(settings.optimizer, theta, settings.learning_rate, noise_std=mechanism.noise_std)
-    gradients.check_storage(optimizer.param_groups[0]["params"])
-    memory = AscentMemory(mechanism.sharpness)
-    first_step = 0
+    space = FullSpace(gradients) if coordinates is None else coordinates
+    if resume_from is not None:
+        space.restore(resume_from.step, resume_from.theta, resume_from.subspace)
+
+    def new_optimizer() -> torch.optim.Optimizer:
+        made = make_optimizer(settings.optimizer, space.vector, settings.learning_rate, noise_std=mechanism.noise_std)
+        space.check_storage(made.param_groups[0]["params"])
+        return made
+
+    optimizer, memory, first_step = new_optimizer(), AscentMemory(mechanism.sharpness), 0
     if resume_from is not None:
         first_step = resume_from.step
-        theta.copy_(resume_from.theta)
         optimizer.load_state_dict(resume_from.optimizer)
         memory.direction = resume_from.direction
 
-    descent = Privatiser(mechanism, theta.numel(), noise, query="descent")
-    ascent = Privatiser(mechanism, theta.numel(), noise, query="ascent") if mechanism.sharpness == "sam" else None
+    num_coordinates = space.vector.numel()
+    descent = Privatiser(mechanism, num_coordinates, noise, query="descent")
+    ascent = Privatiser(mechanism, num_coordinates, noise, query="ascent") if mechanism.sharpness == "sam" else None
 
     def capture(steps_done: int) -> TrainingState:
-        return TrainingState(
-            steps_done, theta.clone(), optimizer.state_dict(), memory.direction, sampler.state(), noise.state()
-        )
+        state = (optimizer.state_dict(), memory.direction, sampler.state(), noise.state(), space.state())
+        return TrainingState(steps_done, theta.clone(), *state)
 
     if resume_from is None:
         after_step(0, partial(capture, 0))  # before any noise is drawn: an open reservation always has a state
 
     for step in range(first_step, mechanism.num_steps):
+        if space.refresh(step, mechanism.noise_std):  # other coordinates: moments and directions of ascent start anew
+            optimizer, memory = new_optimizer(), AscentMemory(mechanism.sharpness)
         sample = sampler.sample()
         direction = memory.direction
         if ascent is not None:
-            direction = _private_gradient(ascent, sample, model, data, gradients)
+            direction = space.gradient(_private_gradient(ascent, sample, model, data, space))
             if mechanism.ascent_sampling == "separate":
                 sample = sampler.sample()
-        radius = scheduled(settings.rho, step, settings.rho_warmup_steps)
-        with perturbed(theta, perturbation(direction, radius)):
-            gradient = _private_gradient(descent, sample, model, data, gradients)
-        before = theta.clone()
-        theta.grad = gradient + pull(theta, start, lora, settings, step)
+        climb = perturbation(direction, scheduled(settings.rho, step, settings.rho_warmup_steps))
+        with perturbed(theta, None if climb is None else space.lift(climb)):
+            gradient = space.gradient(_private_gradient(descent, sample, model, data, space))
+        before = space.vector.clone()
+        space.vector.grad = gradient + space.project(pull(theta, start, lora, settings, step))
         optimizer.step()
-        memory.remember(gradient, before, theta)
+        space.place(gradient)
+        memory.remember(gradient, before, space.vector)
         if step == 0:
-            _check_movement(before, theta)
-            gradients.check_storage(optimizer.param_groups[0]["params"])
+            _check_movement(start, theta)
+            space.check_storage(optimizer.param_groups[0]["params"])
         after_step(step + 1, partial(capture, step + 1))
 
 
 def _private_gradient(
-    privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, gradients: PerExampleGradients
+    privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, gradients: Coordinates
 ) -> Tensor:
-    """Return the privatised mean gradient [P] over one Poisson sample of units (positions, int64 [m], m may be 0)."""
+    """Return the mechanism's answer about one Poisson sample of units (positions, int64 [m], m may be 0).
+
+    In the full space it is the privatised mean gradient [P], in a subspace that of D⁻¹Qg [k].
+    """
 
     def rows_of(batch: Batch) -> Tensor:
         labels = data.labels[batch.records]

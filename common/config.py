@@ -44,6 +44,7 @@ from dpmerge.common.config_sections import (
     RunSettings,
     TrainingSettings,
 )
+from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
 
 __all__ = [
@@ -56,6 +57,7 @@ __all__ = [
     "PartySettings",
     "PrivacySettings",
     "RunSettings",
+    "SubspaceSettings",
     "TaskSource",
     "TrainingSettings",
     "load_federation",
@@ -99,9 +101,9 @@ class Federation:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The data files and folders that the parties name, absolute and without a split."""
+        """The data files and folders that parties and settings name, absolute and without a split."""
         stated = [path for party in self.parties for path in (party.data, party.test) if path]
-        return tuple(_file(self.folder, path) for path in stated)
+        return tuple(_file(self.folder, path) for path in (*stated, *_public_files(self).values()))
 
     def to_dict(self) -> dict[str, object]:
         """The federation as JSON-able tables, in the layout of the file; settings that are absent stay absent."""
@@ -242,6 +244,9 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
         training = replace(federation.training, **party.training)
     except Refused as refusal:
         raise refusal.at(f"{section}.training") from None
+    if training.subspace is not None:
+        place = f"{section}.training" if "subspace" in party.training else "training"
+        training = replace(training, subspace=_subspace(federation, training.subspace, place))
     privacy = _resolve_privacy(federation, party, section)
     _check_unit(party, privacy.unit, section)
     batch, population = training.expected_batch_size, privacy.population
@@ -262,6 +267,42 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
         source=source,
         seed=federation.run.seed,
     )
+
+
+def _subspace(federation: Federation, subspace: SubspaceSettings, section: str) -> SubspaceSettings:
+    """The settings with an absolute path; refused if the public data are a party's own, or its test data."""
+    if subspace.public == RANDOM or _is_task(subspace.public):
+        owners = [party.name for party in federation.parties if party.task == subspace.public]
+        path = subspace.public
+    else:
+        path = _absolute(federation.folder, subspace.public)
+        owners = [
+            party.name
+            for party in federation.parties
+            if any(_same_place(path, _absolute(federation.folder, own)) for own in (party.data, party.test) if own)
+        ]
+    if owners:
+        fix = 'name public texts that no party has, or "none" for random directions'
+        complaint = f"is the data of party {owners[0]}"
+        raise Refused(section, "subspace.public", subspace.public, complaint, fix)
+    return replace(subspace, public=path)
+
+
+def _is_task(name: str) -> bool:
+    from dpmerge.common.tasks import TASKS
+
+    return name in TASKS
+
+
+def _public_files(federation: Federation) -> dict[str, str]:
+    """Path of each setting that names a file of public texts → the file, as stated."""
+    stated = {"training": federation.training.subspace}
+    stated |= {f"party[{i}].training": party.training.get("subspace") for i, party in enumerate(federation.parties)}
+    return {
+        section: subspace.public
+        for section, subspace in stated.items()
+        if subspace is not None and subspace.public != RANDOM and not _is_task(subspace.public)
+    }
 
 
 def _resolve_privacy(federation: Federation, party: PartySettings, section: str) -> PrivacySettings:
@@ -332,6 +373,12 @@ def _same_file(first: str, second: str) -> bool:
     return split == other_split and Path(place).resolve() == Path(other).resolve()
 
 
+def _same_place(first: str, second: str) -> bool:
+    """Whether two paths are one file or folder, or one lies in the other, whatever the split."""
+    place, other = (Path(path.partition("::")[0]).resolve() for path in (first, second))
+    return place.is_relative_to(other) or other.is_relative_to(place)
+
+
 def _model(federation: Federation) -> str:
     """A local folder as an absolute path, since parties may run elsewhere; an alias or a hub id as it is."""
     path = _absolute(federation.folder, federation.base.model)
@@ -354,6 +401,16 @@ def _check_files(federation: Federation, where: str) -> None:
             if path and not os.path.exists(_file(federation.folder, path)):  # Path.exists raises for a name too long
                 fix = "correct the path; it starts at the folder of the federation file"
                 raise Refused(f"party[{index}]", key, path, "does not exist", fix, code="DPM-203", where=where)
+    for section, path in _public_files(federation).items():
+        if not os.path.exists(_file(federation.folder, path)):
+            fix = f'name a task, an existing file of public texts, or "{RANDOM}"{_closest_task(path)}'
+            raise Refused(section, "subspace.public", path, "does not exist", fix, code="DPM-203", where=where)
+
+
+def _closest_task(name: str) -> str:
+    from dpmerge.common.tasks import TASKS
+
+    return closest(name, TASKS)
 
 
 def _plain(value: Any) -> Any:

@@ -92,6 +92,26 @@ def read_records(
     return Records(texts, classes, tuple(numbers[owner] for owner in owners))
 
 
+def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
+    """Read texts without labels: the lines of a `.txt` file, or a column of what `read_records` takes.
+
+    Raises:
+        DpmergeError: DPM-203 if the file cannot be read, or the column is missing.
+    """
+    if Path(path).suffix.lower() == ".txt":
+        try:
+            lines: Iterable[Any] = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
+        except OSError as error:
+            problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
+            raise DpmergeError("DPM-203", problem, "check the path and the permissions") from None
+    else:
+        columns, rows = _read_table(path)
+        if text not in columns:
+            raise _missing_column(path, "text", text, columns)
+        lines = (row.get(text) for row in rows)
+    return tuple(_encodable(line.strip()) for line in lines if isinstance(line, str) and line.strip())
+
+
 def _encodable(text: str) -> str:
     """Put a question mark where a lone surrogate stands, on which a tokenizer would stop."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

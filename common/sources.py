@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 import rfc8785
@@ -15,6 +16,7 @@ from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head, zero_linear_head
 from dpmerge.common.model import Base
+from dpmerge.common.public_corpus import public_name
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head
 from dpmerge.common.tasks import TASKS, load_task
@@ -55,7 +57,10 @@ def terms_hash(plan: PartyPlan, base_sha256: str) -> str:
 
 def public_settings(plan: PartyPlan) -> dict[str, object]:
     """Return the settings that a statement publishes: with them the server can tell how far noise alone goes."""
-    whole = plan.to_dict()
+    whole, training = plan.to_dict(), plan.training
+    if training.subspace is not None:  # by name, as a path is the party's own affair
+        named = replace(training.subspace, public=public_name(training.subspace))
+        whole = replace(plan, training=replace(training, subspace=named)).to_dict()
     return {"training": whole["training"], "lora": whole["lora"], "max_length": plan.base.max_length, "seed": plan.seed}
 
 

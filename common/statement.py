@@ -14,6 +14,7 @@ from typing import Any, Literal
 from dpmerge.common.accounting import Accounting, epsilon_pld
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import FIELD_NAMES, Mechanism
+from dpmerge.common.subspace import subspace_problem, subspace_words
 
 SCHEMA = 1
 NORMALISATION = "expected_batch_size"
@@ -42,6 +43,7 @@ _OTHERS = ("labels", "accountant", "trust_model", "not_protected", "sampler_delt
 _ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
 _WITNESSES = frozenset(("epsilon_prv", "epsilon_rdp", "epsilon_optimistic"))
 _KEYS = frozenset((*FIELD_NAMES, *_TEXTS, *_DERIVED, *_OTHERS))
+_OPTIONAL = frozenset(("subspace",))  # absent where all coordinates were trained
 
 
 def build_statement(
@@ -55,6 +57,7 @@ def build_statement(
     tuning_disclosure: str,
     training: Mapping[str, Any],
     noise_seed: Literal["operating system", "test"] = "operating system",
+    subspace: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the statement of a training, ready for JSON; made before it, so that what cannot be stated is not trained.
 
@@ -68,6 +71,7 @@ def build_statement(
         tuning_disclosure: On which data the settings were chosen; never empty.
         training: Public settings that the server needs: optimizer, learning_rate, alignment, rho, lora, …
         noise_seed: Where the noise was seeded; "test" voids the claim, and the sentence says so.
+        subspace: `describe_subspace` of what was trained in; None if all coordinates were.
 
     Raises:
         DpmergeError: DPM-401 if the tuning disclosure is empty or the accounting is another mechanism's.
@@ -97,6 +101,7 @@ def build_statement(
         "trust_model": TRUST_MODEL,
         "not_protected": list(NOT_PROTECTED),
         "training": dict(training),
+        **({} if subspace is None else {"subspace": dict(subspace)}),
     }
     check_statement(statement)
     return statement
@@ -108,7 +113,7 @@ def mechanism_from_statement(statement: Mapping[str, Any]) -> Mechanism:
     Raises:
         DpmergeError: DPM-401 naming the key that is missing, unknown or out of range.
     """
-    missing, unknown = sorted(_KEYS - statement.keys()), sorted(statement.keys() - _KEYS)
+    missing, unknown = sorted(_KEYS - statement.keys()), sorted(statement.keys() - _KEYS - _OPTIONAL)
     _refuse_unless(not missing, f"the statement lacks {', '.join(missing)}")
     _refuse_unless(not unknown, f"the statement has unknown keys: {', '.join(map(repr, unknown))}")
     try:
@@ -142,6 +147,8 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
         _refuse_unless(isinstance(text, str) and bool(text.strip()), f"{key} is not a text that says something")
     for key, words in (("trust_model", TRUST_MODEL), ("not_protected", list(NOT_PROTECTED))):
         _refuse_unless(statement[key] == words, f"{key} is not in the words that every statement uses")
+    if problem := subspace_problem(statement):
+        raise _refusal(problem)
     _check_accountants(statement, mechanism)
     _check_epsilon(statement["epsilon"], mechanism)
     return mechanism
@@ -156,7 +163,8 @@ def sentence(statement: Mapping[str, Any]) -> str:
     claim = (
         f"{party} ({task}): ε = {epsilon:g}, δ = {delta:g} for any one {unit} added or removed, declared population "
         f"{statement['population']}; Poisson q = {statement['sampling_prob']:.4g}, {statement['num_steps']} steps, "
-        f"σ = {statement['noise_multiplier']:.4g}, {statement['noise']} noise; {statement['accountant']}."
+        f"σ = {statement['noise_multiplier']:.4g}, {statement['noise']} noise{subspace_words(statement)}; "
+        f"{statement['accountant']}."
     )
     if statement["noise_seed"] == "test":
         return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."

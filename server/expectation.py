@@ -55,6 +55,11 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "training": public_settings(plan),
         "noise_seed": noise_origin(plan),
     }
+    subspace = training.subspace
+    if subspace is not None:  # what else its description must say follows from the training settings
+        terms["num_coordinates"] = subspace.k
     if privacy.private:
-        terms |= {"l2_clip_norm": privacy.l2_clip_norm, "noise": privacy.noise}
+        terms["noise"] = privacy.noise
+        if subspace is None or subspace.clip == "fixed":  # else it is of public gradients, which the server did not see
+            terms["l2_clip_norm"] = privacy.l2_clip_norm
     return terms

@@ -37,6 +37,7 @@ class PartyTerms:
             shapes and feature scale must.
         mechanism: What the statement must say exactly: the agreed fields of `Mechanism` (population,
             expected_batch_size, num_steps, l2_clip_norm, …), and whatever else of it was agreed, such as noise_seed.
+            num_coordinates is that of all trained tensors unless it is agreed here, as for a subspace.
         epsilon: Upper bound on the stated ε; None only where `private` is False.
     """
 
@@ -172,7 +173,7 @@ def _check_statement(release: Release, terms: PartyTerms, expectation: Expectati
         mechanism = mechanism_from_statement(statement)
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
-    agreed = {**terms.mechanism, "num_coordinates": _num_coordinates(terms.head, expectation)}
+    agreed = {"num_coordinates": _num_coordinates(terms.head, expectation), **terms.mechanism}
     for name, wanted in sorted(agreed.items()):
         if statement.get(name) != wanted:
             problem = f"{where}: {name} = {statement.get(name)!r} is not {wanted!r}"

@@ -1,0 +1,78 @@
+"""Bases on disk: public, made once per base model, adapter layout, head and public texts, then found again.
+
+A file lies below the asset cache and is named by the SHA-256 of its identity, which it also records and is held to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from dpmerge.client.basis import Basis
+from dpmerge.common.assets import cache_root
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
+
+FOLDER = "subspaces"
+
+Identity = Mapping[str, str]
+"""What a basis was made of: name of the part → hash or value."""
+
+
+def cached_basis(identity: Identity, make: Callable[[], Basis]) -> Basis:
+    """Return the basis of this identity from the cache, or make it and keep it there.
+
+    A cache that may not be written (it can be shared and read-only) keeps nothing.
+
+    Raises:
+        DpmergeError: As `load_basis` and `make`.
+    """
+    name = hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()
+    path = cache_root() / FOLDER / f"{name}.safetensors"
+    if path.exists():
+        return load_basis(path, identity)
+    basis = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_basis(path, basis, identity)
+    except OSError:
+        pass
+    return basis
+
+
+def save_basis(path: Path, basis: Basis, identity: Identity) -> None:
+    """Write a basis in one step.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    text = json.dumps({"identity": dict(identity), "rows_sha256": basis.sha256})
+    tensors = {"rows": basis.rows.contiguous(), "coordinates": basis.coordinates.contiguous()}
+    replace_file(path, save(tensors, metadata={"dpmerge": text}))
+
+
+def load_basis(path: Path, identity: Identity) -> Basis:
+    """Read a basis back.
+
+    Raises:
+        DpmergeError: DPM-505 if the file is damaged, or of another base model, layout, head or public data.
+    """
+    fix = f"remove {path}: it will be made again"
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = json.loads(file.metadata()["dpmerge"])
+            basis = Basis(file.get_tensor("rows"), file.get_tensor("coordinates"))
+            recorded, rows_sha256 = text["identity"], text["rows_sha256"]
+            differing = [key for key in identity if recorded.get(key) != identity[key]]
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DpmergeError("DPM-505", f"the stored basis {path.name} cannot be read", fix) from error
+    if differing:
+        raise DpmergeError("DPM-505", f"the stored basis {path.name} is of another {', '.join(differing)}", fix)
+    if basis.sha256 != rows_sha256:
+        raise DpmergeError("DPM-505", f"the stored basis {path.name} is damaged", fix)
+    return basis

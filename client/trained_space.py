@@ -1,0 +1,127 @@
+"""From a plan to the coordinates that its training works in; private records have no way into this module."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from dpmerge.client.basis import Basis, StreamingSvd, public_seed, random_basis
+from dpmerge.client.basis_cache import cached_basis
+from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.public_gradients import public_gradients
+from dpmerge.client.subspace import Coordinates, FullSpace, MakeBasis, Subspace
+from dpmerge.client.train import Classifier
+from dpmerge.common.activations import Activations
+from dpmerge.common.config import PartyPlan, SubspaceSettings
+from dpmerge.common.model import Base
+from dpmerge.common.public_corpus import PublicCorpus
+from dpmerge.common.release import Head
+from dpmerge.common.split_encoder import SplitEncoder
+from dpmerge.common.subspace import CLIP_QUANTILE, describe_subspace
+
+
+@dataclass(frozen=True)
+class TrainedSpace:
+    """What is trained, and what has to be said about it.
+
+    Attributes:
+        coordinates: For the training loop.
+        l2_clip_norm: C in these coordinates.
+        description: The statement's `subspace`; None in the full space.
+    """
+
+    coordinates: Coordinates
+    l2_clip_norm: float
+    description: Mapping[str, Any] | None
+
+
+def trained_space(
+    plan: PartyPlan,
+    base: Base,
+    head: Head,
+    classifier: Classifier,
+    split: SplitEncoder,
+    gradients: PerExampleGradients,
+    corpus: PublicCorpus | None,
+) -> TrainedSpace:
+    """Return the coordinates that the plan trains in, at the shared start.
+
+    Args:
+        plan: Its training settings say which.
+        base: The base model, with LoRA attached.
+        head: The party's label-text head, made of public descriptions.
+        classifier: What is trained.
+        split: The encoder's halves.
+        gradients: Per-example gradients of the classifier.
+        corpus: The public texts; None without a subspace, or for random directions.
+
+    Raises:
+        DpmergeError: DPM-505 if the public data do not give the directions that are asked for.
+    """
+    settings = plan.training.subspace
+    if settings is None:
+        return TrainedSpace(FullSpace(gradients), plan.privacy.l2_clip_norm, None)
+    if corpus is None:
+        make_basis = _random_directions(plan, settings, gradients)
+    else:
+        make_basis = _public_directions(plan, settings, base, head, classifier, split, gradients, corpus)
+    space = Subspace(gradients, settings, make_basis)
+    clip_norm = plan.privacy.l2_clip_norm if settings.clip == "fixed" else space.clip_norm(CLIP_QUANTILE)
+    description = describe_subspace(
+        settings,
+        corpus,
+        seed=plan.seed,
+        basis_sha256=space.basis.sha256,
+        scales=(float(space.scales.min()), float(space.scales.max())),
+    )
+    return TrainedSpace(space, clip_norm, description)
+
+
+def _random_directions(plan: PartyPlan, settings: SubspaceSettings, gradients: PerExampleGradients) -> MakeBasis:
+    return lambda number: random_basis(gradients.theta.numel(), settings.k, f"{plan.seed}|random|{number}")
+
+
+def _public_directions(
+    plan: PartyPlan,
+    settings: SubspaceSettings,
+    base: Base,
+    head: Head,
+    classifier: Classifier,
+    split: SplitEncoder,
+    gradients: PerExampleGradients,
+    corpus: PublicCorpus,
+) -> MakeBasis:
+    """Return what makes bases of public gradients at the θ of the moment, the first one found in the cache if there."""
+
+    @cache
+    def activations() -> Activations:
+        return Activations(base, split, corpus.texts, max_length=plan.base.max_length)
+
+    def made(number: int) -> Basis:
+        svd = StreamingSvd(gradients.theta.numel(), settings.k)
+        seed = public_seed(f"{plan.seed}|pseudo-labels|{number}")
+        for rows in public_gradients(classifier, gradients, activations(), seed):
+            svd.add(rows)
+        return svd.finish()
+
+    identity = {
+        "base model": base.sha256,
+        "LoRA layout": _hash([asdict(plan.lora), [(slot.name, slot.shape) for slot in gradients.layout]]),
+        "head": _hash([head.labels, head.feature_scale, head.weight.tolist()]),
+        "public data": corpus.sha256,
+        "number of directions": str(settings.k),
+        "number of tokens": str(plan.base.max_length),
+        "seed": str(plan.seed),
+        "version of torch": torch.__version__,
+    }
+    return lambda number: cached_basis(identity, lambda: made(0)) if number == 0 else made(number)
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,0 +1,126 @@
+"""What a statement says about the subspace that was trained in, and whether that fits the rest of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
+from dpmerge.common.public_corpus import PublicCorpus, public_name
+
+CLIP_QUANTILE = 0.5
+"""With clip = "public" the clip norm is this quantile of the projected public gradients' norms."""
+
+_HASH = re.compile("[0-9a-f]{64}")
+
+
+def describe_subspace(
+    settings: SubspaceSettings,
+    corpus: PublicCorpus | None,
+    *,
+    seed: int,
+    basis_sha256: str,
+    scales: tuple[float, float],
+) -> dict[str, Any]:
+    """Return a statement's `subspace` object; everything in it is public.
+
+    Args:
+        settings: What was asked for.
+        corpus: The public texts; None for random directions.
+        seed: Of pseudo-labels and random directions.
+        basis_sha256: Hash of the first basis.
+        scales: Least and largest entry of the first D, by which noise is spread over directions.
+    """
+    return {
+        "k": settings.k,
+        "public": None if corpus is None else public_name(settings),
+        "texts_sha256": None if corpus is None else corpus.sha256,
+        "num_public": 0 if corpus is None else len(corpus.texts),
+        "seed": seed,
+        "basis_sha256": basis_sha256,
+        "refresh_every_steps": settings.refresh_every_steps,
+        "allocation": settings.allocation,
+        "scales": list(scales),
+        "clip": settings.clip,
+        "clip_quantile": CLIP_QUANTILE if settings.clip == "public" else None,
+    }
+
+
+def subspace_problem(statement: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a statement's `subspace`, which may be absent; None if nothing is.
+
+    It must consist of the known keys with values of their kinds, k must be the number of noised coordinates, and the
+    training settings, where they are stated, must say the same.
+    """
+    settings = _stated_settings(statement)
+    if "subspace" not in statement:
+        return None if settings is None else "subspace is missing although the training settings name one"
+    told = statement["subspace"]
+    if not isinstance(told, Mapping) or told.keys() != _KINDS.keys():
+        return f"subspace does not consist of {', '.join(_KINDS)}"
+    wrong = [key for key, is_kind in _KINDS.items() if not is_kind(told[key])]
+    if wrong:
+        return f"subspace.{wrong[0]} = {told[wrong[0]]!r} is not of its kind"
+    if told["k"] != statement["num_coordinates"]:
+        return f"subspace.k = {told['k']} is not num_coordinates = {statement['num_coordinates']}"
+    if (told["public"] is None) != (told["texts_sha256"] is None) or (told["public"] is None) != (
+        not told["num_public"]
+    ):
+        return "subspace.public, texts_sha256 and num_public do not fit each other"
+    if settings is None:
+        return "subspace is stated although the training settings name none"
+    same = {key: settings.get(key) for key in ("k", "refresh_every_steps", "allocation", "clip")}
+    same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
+    differing = [key for key, value in same.items() if told[key] != value]
+    return f"subspace.{differing[0]} differs from the training settings" if differing else None
+
+
+def subspace_words(statement: Mapping[str, Any]) -> str:
+    """Return a clause for the statement's sentence; empty if all coordinates were trained."""
+    told = statement.get("subspace")
+    if told is None:
+        return ""
+    if told["public"] is None:
+        return f", {told['k']} random directions"
+    return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]})"
+
+
+def _stated_settings(statement: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the subspace table of the statement's public training settings."""
+    settings = statement["training"]
+    for key in ("training", "subspace"):
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings if isinstance(settings, Mapping) else None
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
+
+
+def _are_scales(value: object) -> bool:
+    is_pair = isinstance(value, list) and len(value) == 2 and all(type(item) is float for item in value)
+    return is_pair and 0 < value[0] <= value[1] < float("inf")  # type: ignore[index]  # a list of two, as checked
+
+
+_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "k": lambda value: _is_count(value) and value > 0,
+    "public": lambda value: value is None or _is_name(value),
+    "texts_sha256": lambda value: value is None or _is_hash(value),
+    "num_public": _is_count,
+    "seed": _is_count,
+    "basis_sha256": _is_hash,
+    "refresh_every_steps": _is_count,
+    "allocation": lambda value: value in ("uniform", "public", "history"),
+    "scales": _are_scales,
+    "clip": lambda value: value in ("fixed", "public"),
+    "clip_quantile": lambda value: value is None or value == CLIP_QUANTILE,
+}
