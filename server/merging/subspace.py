@@ -46,12 +46,19 @@ def core_of(factors: Sequence[Factors], weights: Sequence[float]) -> Core:
 
     References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
     """
-    b = torch.cat([item.b.double() * (item.scaling * w) for item, w in zip(factors, weights, strict=True)], 1)
-    a = torch.cat([item.a for item in factors]).double()
-    (q_b, r_b), (q_a, r_a) = _basis(b), _basis(a.T)
+    (q_b, r_b), (q_a, r_a) = stacked_bases(factors, weights)
     ranks = [item.rank for item in factors]
     pairs = zip(torch.split(r_b, ranks, 1), torch.split(r_a, ranks, 1), strict=True)
     return Core(q_b, q_a, tuple(left @ right.T for left, right in pairs))
+
+
+def stacked_bases(
+    factors: Sequence[Factors], weights: Sequence[float]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64."""
+    b = torch.cat([item.b.double() * (item.scaling * w) for item, w in zip(factors, weights, strict=True)], 1)
+    a = torch.cat([item.a for item in factors]).double()
+    return _basis(b), _basis(a.T)
 
 
 def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,20 +137,27 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        bases = [thin_qr(item.a.T) for item in factors]
-        b = torch.cat([item.b.double() * item.scaling for item in factors], 1)
-        q_b, r_b = thin_qr(b)
-        lefts = torch.split(r_b, [item.rank for item in factors], 1)
-        widths = [r_a.shape[0] for _, r_a in bases]
-        joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
-        u, s, v = support(joint, least=1)
-        rights = [(q_a @ part).T for (q_a, _), part in zip(bases, torch.split(v, widths), strict=True)]
+        left, values, rights = joint_svd(factors)
         right = elected_mean([trim(part, recipe.density) for part in rights].copy, recipe)
-        item = Factors(s[:, None] * right * recipe.factor, q_b @ u)
+        item = Factors(values[:, None] * right * recipe.factor, left)
         kept, lost = truncate(item, recipe.rank or item.rank)
         return Factors(kept.a.float(), kept.b.float()), lost
 
     return per_module(modules, rule, recipe.factor)
+
+
+def joint_svd(factors: Sequence[Factors]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return U [out, k], S [k] and every party's V_tᵀ [k, in] with τ_t = U S V_tᵀ, in float64.
+
+    The SVD of [τ_1 … τ_T] without that matrix: QR of the stacked b's and of each a leaves a core of [Σ r, Σ r].
+    """
+    bases = [thin_qr(item.a.T) for item in factors]
+    q_b, r_b = thin_qr(torch.cat([item.b.double() * item.scaling for item in factors], 1))
+    lefts = torch.split(r_b, [item.rank for item in factors], 1)
+    joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
+    u, s, v = support(joint, least=1)
+    parts = torch.split(v, [len(r_a) for _, r_a in bases])
+    return q_b @ u, s, [(q_a @ part).T for (q_a, _), part in zip(bases, parts, strict=True)]
 
 
 def wudi(modules: Modules, recipe: Recipe) -> Combined:

@@ -17,7 +17,7 @@ from dpmerge.server.merging.geometry import overlaps
 from dpmerge.server.merging.linear import shares
 from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.recipe import Combined, Method, Recipe
-from dpmerge.server.merging.subspace import Core, core_of
+from dpmerge.server.merging.subspace import stacked_bases
 
 MAX_STEPS = 1000
 TOLERANCE = 1e-10  # change of a weight
@@ -44,21 +44,21 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
     coefficient = recipe.factor
     for names in [list(modules)] if whole_model else [[name] for name in modules]:
         factors = {name: modules[name] for name in names}
-        cores = {name: core_of(items, [1.0] * len(items)) for name, items in factors.items()}
-        small = {name: coordinates(cores[name], items) for name, items in factors.items()}
+        bases = {name: _bases(items) for name, items in factors.items()}
+        small = {name: coordinates(*bases[name], items) for name, items in factors.items()}
         combined = method(small, recipe)
-        merged |= {name: _lifted(cores[name], item) for name, item in combined.modules.items()}
+        merged |= {name: _lifted(*bases[name], item) for name, item in combined.modules.items()}
         lost |= combined.lost
         coefficient = combined.coefficient
     return Combined(merged, coefficient, lost)
 
 
-def coordinates(core: Core, factors: Sequence[Factors]) -> tuple[Factors, ...]:
-    """Return every party's factors in a core's bases: Q_Bᵀ b, a Q_A, in float64.
+def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[Factors]) -> tuple[Factors, ...]:
+    """Return every party's factors in orthonormal bases (columns): Q_Bᵀ b, a Q_A, in float64.
 
     Equal a's stay equal bit by bit, so that parties who share one are still seen to do so.
     """
-    return tuple(Factors(item.a.double() @ core.q_a, core.q_b.T @ item.b.double(), item.scaling) for item in factors)
+    return tuple(Factors(item.a.double() @ q_a, q_b.T @ item.b.double(), item.scaling) for item in factors)
 
 
 def party_norms(modules: Modules) -> list[float]:
@@ -163,8 +163,13 @@ class _Scaled(Mapping[str, tuple[Factors, ...]]):
         return len(self._modules)
 
 
-def _lifted(core: Core, item: Factors) -> Factors:
-    return Factors((item.a.double() @ core.q_a.T).float(), (core.q_b @ item.b.double()).float(), item.scaling)
+def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+    (q_b, _), (q_a, _) = stacked_bases(factors, [1.0] * len(factors))
+    return q_b, q_a
+
+
+def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
+    return Factors((item.a.double() @ q_a.T).float(), (q_b @ item.b.double()).float(), item.scaling)
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.lowrank import gram, weighted_sum
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.subspace import core_of, orthonormal
+from dpmerge.server.merging.subspace import core_of, joint_svd, orthonormal
 
 OUT, IN, RANK, PARTIES = 20, 16, 3, 3
 
@@ -43,6 +43,21 @@ def test_the_core_is_exact(shared: bool) -> None:
         assert (core.q_b @ part @ core.q_a.T - delta).norm() < 1e-12 * delta.norm()
     assert (core.q_b.T @ core.q_b - torch.eye(core.q_b.shape[1])).norm() < 1e-12
     assert core.q_a.shape[1] == (RANK if shared else RANK * PARTIES)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_joint_svd_of_knots_is_that_of_the_full_matrices(shared: bool) -> None:
+    factors = parties(shared=shared)
+    deltas = dense(factors)
+    left, values, rights = joint_svd(factors)
+    full = torch.linalg.svdvals(torch.cat(deltas, 1))
+    assert (values - full[: len(values)]).norm() < 1e-10 * full[0]
+    assert full[len(values) :].norm() < 1e-10 * full[0]
+    for right, delta in zip(rights, deltas, strict=True):
+        assert (left * values @ right - delta).norm() < 1e-10 * delta.norm()
+    stacked = torch.cat(rights, 1)
+    assert (stacked @ stacked.T - torch.eye(len(stacked))).norm() < 1e-10
+    assert (left.T @ left - torch.eye(left.shape[1])).norm() < 1e-10
 
 
 def test_gram_and_sum_are_exact() -> None:
