@@ -8,14 +8,15 @@ signal makes the noise's steps smaller than here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from dpmerge.common.alignment import LoraView, pull
 from dpmerge.common.config import TrainingSettings
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.optimizer import make_optimizer
+from dpmerge.common.optimizer import make_optimizer, scheduled
 from dpmerge.server.merging.deltas import Factors
 
 
@@ -24,7 +25,7 @@ def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mappi
 
     Args:
         mechanism: As stated by the release.
-        training: The statement's public settings: optimizer, learning rate, alignment.
+        training: The statement's public settings: optimizer, learning rate, alignment, subspace.
         modules: The release's factors per module; B started at zero.
     """
     observed = sum(float(item.b.square().sum()) for item in modules.values())
@@ -35,11 +36,44 @@ def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mappi
         b_slice = slice(stop, stop + item.b.numel())
         views.append(LoraView(item.a, b_slice, (item.b.shape[0], item.b.shape[1]), item.scaling, None))
         stop = b_slice.stop
-    theta, start = torch.zeros(stop), torch.zeros(stop)
-    scale = mechanism.noise_std
-    optimizer = make_optimizer(training.optimizer, theta, training.learning_rate, noise_std=scale)
+    if training.subspace is None:
+        start, lora = torch.zeros(stop), tuple(views)
+        return min(
+            1.0, _walk(mechanism, training, stop, lambda x, step: pull(x, start, lora, training, step)) / observed
+        )
+    stiffness = _stiffness(training, views)
+
+    def pull_on_coordinates(x: Tensor, step: int) -> Tensor:
+        return 2.0 * scheduled(training.alignment, step, training.alignment_warmup_steps) * stiffness * x
+
+    return min(1.0, _walk(mechanism, training, mechanism.num_coordinates, pull_on_coordinates) / observed)
+
+
+def _walk(
+    mechanism: Mechanism, training: TrainingSettings, num_coordinates: int, pulled: Callable[[Tensor, int], Tensor]
+) -> float:
+    """Return how far, squared, noise alone takes the optimizer, which a refreshed subspace starts anew each time.
+
+    Of a subspace the directions are not needed: noise has none, and the lift to θ keeps lengths. The walks between
+    refreshes are taken to be at right angles, and noise to be spread evenly; an allocation keeps its total.
+    """
     generator = torch.Generator().manual_seed(0)  # an estimate for the report: reproducible, no privacy rests on it
-    for step in range(mechanism.num_steps):
-        theta.grad = scale * torch.randn(stop, generator=generator) + pull(theta, start, tuple(views), training, step)
-        optimizer.step()
-    return min(1.0, float(theta.square().sum()) / observed)
+    scale, num_steps = mechanism.noise_std, mechanism.num_steps
+    every = (training.subspace and training.subspace.refresh_every_steps) or num_steps
+    squared = 0.0
+    for first in range(0, num_steps, every):
+        x = torch.zeros(num_coordinates)
+        optimizer = make_optimizer(training.optimizer, x, training.learning_rate, noise_std=scale)
+        for step in range(first, min(first + every, num_steps)):
+            x.grad = scale * torch.randn(num_coordinates, generator=generator) + pulled(x, step)
+            optimizer.step()
+        squared += float(x.square().sum())
+    return squared
+
+
+def _stiffness(training: TrainingSettings, views: list[LoraView]) -> float:
+    """Return the factor on λθ in the pull: 1 on the factors; on the delta s² times the mean eigenvalue of AAᵀ."""
+    if training.alignment_on == "factors":
+        return 1.0
+    total = sum(float(view.lora_a.square().sum()) * view.scaling**2 for view in views)
+    return total / sum(len(view.lora_a) for view in views)
