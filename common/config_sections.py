@@ -267,14 +267,14 @@ class MergeSettings:
         default=None, metadata=_meta(real(above=0.0), "Factor on the sum of the adapters.", 0.5)
     )
     density: float | None = field(
-        default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that ties or dare keeps.", 0.2)
+        default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that a sparse method keeps.", 0.2)
     )
     ridge: float | None = field(
         default=None, metadata=_meta(real(at_least=0.0), "Relative ridge of the least squares of wudi.", 1e-6)
     )
     common_share: float | None = field(
         default=None,
-        metadata=_meta(real(at_least=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
+        metadata=_meta(real(above=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
     )
     spread: float | None = field(
         default=None,
