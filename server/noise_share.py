@@ -33,8 +33,9 @@ def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mappi
         return None
     views, stop = [], 0
     for item in modules.values():
-        b_slice = slice(stop, stop + item.b.numel())
-        views.append(LoraView(item.a, b_slice, (item.b.shape[0], item.b.shape[1]), item.scaling, None))
+        a, b = item.a, item.b
+        b_slice = slice(stop, stop + b.numel())
+        views.append(LoraView(a, b_slice, (b.shape[0], b.shape[1]), item.scaling, None))
         stop = b_slice.stop
     if training.subspace is None:
         start, lora = torch.zeros(stop), tuple(views)
