@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -45,12 +46,17 @@ def plan_of(task: str, epsilon: float | None, seed: int, training: dict[str, obj
     text = f"[run]\nseed = {seed}\n[base]\nmodel = {BASE!r}\nmax_length = {MAX_LENGTH}\n[training]\n"
     text += "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
     privacy = (
-        f'epsilon = {epsilon}\nl2_clip_norm = {CLIP_NORM}\nnoise = "fast"\nnoise_seed = {1000 + seed}\n'
+        f'epsilon = {epsilon}\nl2_clip_norm = {CLIP_NORM}\nnoise = "fast"\nnoise_seed = {noise_seed(task, seed)}\n'
         if epsilon is not None
         else "private = false\n"
     )
     federation = parse_federation(f'{text}[privacy]\n{privacy}[[party]]\nname = "{task}"\ntask = "{task}"\n', "cell")
     return party_plan(federation, task)
+
+
+def noise_seed(task: str, seed: int) -> int:
+    """Return a cell's own seed: noise that parties share would not average out, and look like agreement."""
+    return zlib.crc32(f"{task}|{seed}".encode())
 
 
 def cell_folder(plan: PartyPlan, base_sha256: str) -> Path:
