@@ -1,4 +1,4 @@
-"""Ten defects that published and home-made DP code has had, planted into the real parts.
+"""Eleven defects that published and home-made DP code has had, planted into the real parts.
 
 Each is the smallest change that makes the mistake. Those of the parts are `Parts`; those of the training loop are
 contexts in which it is broken.
@@ -11,12 +11,13 @@ from unittest import mock
 import torch
 from torch.nn.functional import cross_entropy
 
-from dpmerge.client import train
+from dpmerge.client import party, train
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.keystream import Keystream
 from dpmerge.client.noise import SecureNoise
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.sampling import PoissonSampler
+from dpmerge.common.public_corpus import PublicCorpus
 from dpmerge.common.split_encoder import pool
 
 from .checks import seeded
@@ -157,6 +158,17 @@ def non_private_teacher():
         yield
 
 
+@contextmanager
+def basis_from_private_gradients():
+    """Takes the directions from the party's own records, which know best where they lie."""
+
+    def own(_plan, records, _folder):
+        return PublicCorpus(records.texts)
+
+    with mock.patch.object(party, "_public_corpus", own):
+        yield
+
+
 PART_MUTANTS = {
     "noise x0.5": lambda: seeded(privatiser=HalfNoise),
     "clipping off": lambda: seeded(privatiser=ClippingOff),
@@ -174,4 +186,5 @@ PART_MUTANTS = {
 TRAINING_MUTANTS = {
     "ascent from the raw gradient": ascent_from_the_raw_gradient,
     "non-private teacher": non_private_teacher,
+    "basis from private gradients": basis_from_private_gradients,
 }

@@ -4,7 +4,7 @@ import pytest
 
 from .transcripts import FORMS, NEIGHBOURS, record, released_through_the_mechanism_only, replay
 
-OFTEN = ("none", "sat", "sat-momentum", "sam")
+OFTEN = ("none", "sat", "sat-momentum", "sam", "sat-subspace")
 
 
 @pytest.mark.parametrize(
@@ -20,3 +20,6 @@ def test_records_reach_the_release_through_the_mechanism_only(tmp_path, form):
     descents = first.points[1::2] if "sam" in form else first.points
     is_perturbed = [point != theta for point, theta in zip(descents, thetas[:4], strict=True)]
     assert is_perturbed == [form.startswith("sam"), *[form != "none"] * 3]  # sat knows no direction at first
+    bases = [state[-1] for state in first.states]
+    if form.endswith("refreshed"):  # after two of the four steps
+        assert len(set(bases)) == 2

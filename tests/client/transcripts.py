@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dpmerge.client import party, train
+from dpmerge.client import party, train, trained_space
 from dpmerge.client.party import run_party
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.common.config import load_federation, party_plan
@@ -31,7 +31,7 @@ rank = 2
 num_steps = 4
 expected_batch_size = 1
 alignment = 0.05
-head = "linear"
+head = "{head}"
 {training}
 [privacy]
 noise = "fast"
@@ -48,6 +48,7 @@ epsilon = 1.0
 """
 """B = 1 makes every physical batch one record, whose row then has the same bits in any company."""
 
+SUBSPACE = 'subspace = {{ k = 4, public = "public.txt", {} }}'
 FORMS = {
     "none": {"training": 'sharpness = "none"'},
     "sat": {"training": 'sharpness = "sat"'},
@@ -59,6 +60,14 @@ FORMS = {
         "training": 'sharpness = "sat"',
         "privacy": 'unit = "user"',
         "party": 'user = "author"',
+    },
+    "sat-subspace": {
+        "training": 'sharpness = "sat"\n' + SUBSPACE.format('allocation = "public", clip = "public"'),
+        "head": "label-text",
+    },
+    "sam-subspace-refreshed": {
+        "training": 'sharpness = "sam"\n' + SUBSPACE.format('allocation = "history", refresh_every_steps = 2'),
+        "head": "label-text",
     },
 }
 
@@ -82,6 +91,10 @@ NEIGHBOURS = {
 """What differs comes last, so that the others keep their positions, and is longer, so no batch mixes the two."""
 
 
+PUBLIC = ("good day", "no thanks", "what a waste", "see you", "so so", LAST[0].split(",")[2])
+"""Texts for directions; the last one is also a record of one data set, which must not show either."""
+
+
 @dataclass
 class Transcript:
     """What was seen of one training. Vectors that are only compared are kept as bytes.
@@ -91,7 +104,8 @@ class Transcript:
         answers: Privatised gradients [P], in the order in which they were asked for.
         points: θ, perturbed or not, at the moment of each answer.
         rows: The per-record gradients behind each answer, in no order.
-        states: θ, ascent direction and optimizer state, before the first step and after each.
+        states: θ, ascent direction, optimizer state and, in a subspace, coordinates, scales and directions, before
+            the first step and after each.
         release: The files of the release.
     """
 
@@ -119,7 +133,8 @@ def replay(folder, form: str, neighbour: str, first: Transcript) -> Transcript:
 def _party(folder, form, records):
     folder.mkdir()
     (folder / "reviews.csv").write_text("\n".join(["label,author,text", *records]))
-    (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, FORMS[form])))
+    (folder / "public.txt").write_text("\n".join(PUBLIC))
+    (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, {"head": "linear"} | FORMS[form])))
     plan = party_plan(load_federation(folder / "federation.toml"), "shop")
     return plan, copy.deepcopy(_base(plan.base.model)), folder / "party"
 
@@ -140,7 +155,7 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
         watched_sampler = _Sampler(sampler, data.num_units, seen, answered_by)
 
         def note_state(step, capture):
-            seen.states.append(_state_bytes(capture()))
+            seen.states.append(_state_bytes(capture(), options["coordinates"]))
             after_step(step, capture)
 
         watched_privatiser = partial(_Privatiser, seen=seen, theta=gradients.theta, given=given)
@@ -151,7 +166,10 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
                 **options,
             )
 
-    with mock.patch.object(party, "train", watched):
+    def made_anew(_identity, make):  # a basis found in a cache would be equal whatever it was made of
+        return make()
+
+    with mock.patch.object(party, "train", watched), mock.patch.object(trained_space, "cached_basis", made_anew):
         seen.release = run_party(plan, base, folder)
     return seen
 
@@ -204,9 +222,11 @@ def released_through_the_mechanism_only(first: Transcript, second: Transcript) -
     assert first.release == second.release, "another release"
 
 
-def _state_bytes(state) -> list[bytes]:
+def _state_bytes(state, coordinates) -> list[bytes]:
     optimizer = state.optimizer["state"].get(0, {})
     vectors = [state.theta, state.direction, *(optimizer[key] for key in sorted(optimizer))]
+    if state.subspace is not None:
+        vectors += [state.subspace.coordinates, coordinates.scales, coordinates.basis.rows]
     return [b"" if vector is None else _bytes(vector) for vector in vectors]
 
 
