@@ -21,7 +21,7 @@ from rich.table import Table
 from dpmerge.common.config import load_federation
 from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
-from dpmerge.simulations import merge_app
+from dpmerge.simulations import ledger_app, merge_app, verify_app
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.terminal import (
@@ -50,7 +50,9 @@ audit_app = typer.Typer(no_args_is_help=True, help="Measure what leaks, against 
 app.add_typer(assets_app, name="assets")
 app.add_typer(audit_app, name="audit")
 app.add_typer(config_app, name="config")
+app.add_typer(ledger_app.app, name="ledger")
 app.command("merge", epilog=merge_app.EXAMPLE)(merge_app.merge)
+app.command("verify", epilog=verify_app.EXAMPLE)(verify_app.verify)
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 import json
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 
 import pytest
 import rfc8785
@@ -119,10 +120,15 @@ JSON = st.recursive(
 )
 
 
+@lru_cache
+def _signature():
+    return signed_files()[SIGNATURE]
+
+
 @st.composite
 def near_signatures(draw):
     """A signature file with a few values replaced, then a few bytes."""
-    value = json.loads(signed_files()[SIGNATURE])
+    value = json.loads(_signature())
     for _ in range(draw(st.integers(0, 2))):
         table = draw(st.sampled_from([value, value["manifest"], value["manifest"].get("files")]))
         if isinstance(table, dict) and table is not value:

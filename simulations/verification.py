@@ -1,0 +1,149 @@
+"""What `dpmerge verify` and `dpmerge ledger verify` look at: files on this machine, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from dpmerge.client.ledger import Ledger, Line
+from dpmerge.client.ledger_checks import check_against_head, check_against_release
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.key_list import load_key_list
+from dpmerge.common.manifest import Manifest, manifest_hash
+from dpmerge.common.receipt import Receipt, parse_receipt
+from dpmerge.common.release import MERGE, SIGNATURE, release_files, release_from_files, release_hash
+from dpmerge.common.signing import MAX_SEALED_BYTES, PublicKey, Sealed
+from dpmerge.common.untrusted import ReleaseRefused, parse_json
+from dpmerge.common.verify import Check, Trust, check_manifest, check_release, verdict
+
+SERVER = "server"
+"""The name under which a key list holds the key of the federation's server."""
+
+
+def verify_path(
+    path: Path, *, keys: Sequence[str], key_list: Path | None, receipt: Path | None, ledger: Path | None
+) -> tuple[str, list[Check]]:
+    """Return what lies at a path ("release", "merged model" or "receipt") and the verdicts on it.
+
+    Raises:
+        DpmergeError: If there is nothing at the path, or keys, key list, receipt or ledger cannot be read.
+    """
+    listed = None if key_list is None else load_key_list(key_list)
+    trust = Trust(datetime.now(UTC), tuple(PublicKey.parse(key) for key in keys), listed)
+    if path.is_file():
+        return "receipt", _receipt_checks(path, trust)
+    if not path.is_dir():
+        raise DpmergeError("DPM-401", f"{path} is not there", "name a release, a merged model or a receipt")
+    try:
+        files = release_files(path)
+    except ReleaseRefused as refusal:
+        return "release", [Check("format", "FAIL", refusal.problem)]
+    if MERGE in files:
+        return "merged model", _merged_checks(files)
+    if receipt is None:
+        checks = check_release(files, trust)
+    else:
+        checks = _release_with_receipt(files, receipt, trust)
+    if ledger is not None and verdict(checks) != "FAIL":
+        checks += ledger_checks(Ledger(existing(ledger)).lines(), path)
+    return "release", checks
+
+
+def ledger_checks(lines: Sequence[Line], against: Path) -> list[Check]:
+    """Return whether a ledger is the one that a release or a receipt was made on top of.
+
+    Raises:
+        DpmergeError: If what it is held against cannot be read, or is an unsigned release, which knows no ledger.
+    """
+    if against.is_file():
+        receipt, _ = read_receipt(against)
+        return [check_against_head(lines, receipt.ledger_head)]
+    files = release_files(against)
+    checks, manifest = check_manifest(files, Trust(datetime.now(UTC)))
+    if manifest is None or verdict(checks) == "FAIL":
+        problem = f"{against} is not signed, or not whole: {checks[-1].detail}"
+        raise DpmergeError("DPM-401", problem, "give a signed release, or its receipt")
+    statement = release_from_files(files).statement
+    return check_against_release(lines, manifest.ledger_head, statement, release_hash(files))
+
+
+def read_receipt(path: Path) -> tuple[Receipt, Sealed]:
+    """Read a receipt whose signature is not checked yet.
+
+    Raises:
+        DpmergeError: DPM-404.
+    """
+    with existing(path).open("rb") as file:
+        return parse_receipt(file.read(MAX_SEALED_BYTES + 1), path.name)
+
+
+def existing(path: Path) -> Path:
+    """Return a path if there is a file.
+
+    Raises:
+        DpmergeError: DPM-303 if there is none.
+    """
+    if not path.is_file():
+        raise DpmergeError("DPM-303", f"{path} cannot be read: no such file", "correct the path")
+    return path
+
+
+def _receipt_checks(path: Path, trust: Trust) -> list[Check]:
+    try:
+        receipt, sealed = read_receipt(path)
+    except DpmergeError as refusal:
+        return [Check("format", "FAIL", refusal.problem)]
+    told = f"{receipt.party} in {receipt.federation}, {receipt.time}, manifest {receipt.manifest_sha256[:16]}…"
+    return [Check("format", "PASS", told), trust.check(sealed, SERVER, path.name)]
+
+
+def _release_with_receipt(files: Mapping[str, bytes], path: Path, trust: Trust) -> list[Check]:
+    """Check a receipt first: only if it holds does its time decide whether a revoked key was still good."""
+    receipt, sealed = read_receipt(path)
+    signed = trust.check(sealed, SERVER, path.name)
+    at = receipt.received_at if signed.status == "PASS" else trust.at
+    checks = check_release(files, Trust(at, trust.keys, trust.key_list))
+    _, manifest = check_manifest(files, Trust(at, trust.keys, trust.key_list))
+    return [*checks, Check("receipt signature", signed.status, signed.detail), _fits(receipt, manifest, files)]
+
+
+def _fits(receipt: Receipt, manifest: Manifest | None, files: Mapping[str, bytes]) -> Check:
+    if manifest is None:
+        return Check("receipt", "FAIL", "the release has no valid signature that a receipt could be for")
+    wanted = {
+        "manifest_sha256": manifest_hash(files[SIGNATURE]),
+        "federation": manifest.federation,
+        "party": manifest.party,
+        "ledger_head": manifest.ledger_head,
+    }
+    differing = [name for name, value in wanted.items() if getattr(receipt, name) != value]
+    if differing:
+        return Check("receipt", "FAIL", f"it is for another release: {', '.join(differing)}")
+    return Check("receipt", "PASS", f"received {receipt.time} as {receipt.spool_sha256[:16]}…")
+
+
+def _merged_checks(files: Mapping[str, bytes]) -> list[Check]:
+    """Return what a merged model shows by itself; that it is the merge of its inputs, only merging again shows."""
+    try:
+        release = release_from_files(files)
+        record = parse_json(files[MERGE], MERGE)
+    except DpmergeError as refusal:
+        return [Check("format", "FAIL", refusal.problem)]
+    inputs = record.get("inputs")
+    named = isinstance(inputs, list) and all(
+        isinstance(entry, dict) and {"party", "sha256", "epsilon", "weight"} <= entry.keys() for entry in inputs
+    )
+    if not named or not inputs:
+        return [Check("inputs", "FAIL", f"{MERGE} does not name its inputs by party, sha256, epsilon and weight")]
+    claims = ", ".join(f"{entry['party']}: {_claim(entry['epsilon'])}" for entry in inputs)
+    return [
+        Check("signature", "WARN", "unsigned: anybody may have written this; merge its inputs again to be sure"),
+        Check("format", "PASS", f"{len(release.adapter)} tensors, fp32 and finite"),
+        Check("inputs", "PASS", f"{len(inputs)}, each named by its hash: verify these releases too"),
+        Check("epsilon", "WARN", f"only copied from the releases ({claims}); merging itself costs nothing"),
+    ]
+
+
+def _claim(epsilon: object) -> str:
+    return f"{epsilon:.6g}" if isinstance(epsilon, int | float) else "none stated"
