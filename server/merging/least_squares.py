@@ -38,7 +38,7 @@ def regmean(modules: Modules, recipe: Recipe) -> Combined:
         whole = torch.zeros(width, width, dtype=torch.float64)
         rows, plain = [], []
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
-            gram = _damped(_statistic(recipe, t, name, (width, width), "gram"), recipe.off_diagonal)
+            gram = _damped(_statistic(recipe, t, name, (width, width), "gram").to(item.device), recipe.off_diagonal)
             a = weight * item.scaling * item.a.double()
             rows.append(a @ gram)
             plain.append(a)
@@ -69,7 +69,7 @@ def fisher(modules: Modules, recipe: Recipe) -> Combined:
         shape = factors[0].shape
         total, divisor, plain = torch.zeros(3, *shape, dtype=torch.float64)
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
-            delta, sensitivity = item.delta(), weight * _statistic(recipe, t, name, shape, "fisher")
+            delta, sensitivity = item.delta(), weight * _statistic(recipe, t, name, shape, "fisher").to(item.device)
             total += sensitivity * delta
             divisor += sensitivity
             plain += weight * delta

@@ -195,12 +195,12 @@ def _thresholds(modules: Modules, num_parties: int, density: float) -> list[floa
     for factors in modules.values():
         size += math.prod(factors[0].shape)
         for counts, item in zip(upper, factors, strict=True):
-            counts += torch.bincount(_bits(item) >> 16, minlength=1 << 16)
+            counts += torch.bincount(_bits(item) >> 16, minlength=1 << 16).cpu()
     buckets = [_kth_largest(counts, max(1, int(density * size))) for counts in upper]
     for factors in modules.values():
         for counts, item, (bucket, _) in zip(lower, factors, buckets, strict=True):
             bits = _bits(item)
-            counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16)
+            counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16).cpu()
     words = [
         (bucket << 16) | _kth_largest(counts, place)[0] for counts, (bucket, place) in zip(lower, buckets, strict=True)
     ]
@@ -221,6 +221,7 @@ def _kth_largest(counts: Tensor, k: int) -> tuple[int, int]:
 def _sampled(name: str, party: int, delta: Tensor, keep: Tensor | float, recipe: Recipe) -> Tensor:
     """Keep entries with a probability, rescaled; the mask depends on seed, module and party's name only."""
     word = hashlib.sha256(f"{recipe.seed}|{name}|{recipe.parties[party]}".encode()).digest()[:8]
-    generator = torch.Generator().manual_seed(int.from_bytes(word, "little") >> 1)
-    kept = torch.rand(delta.shape, generator=generator) < keep
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(word, "little") >> 1)
+    chances = torch.rand(delta.shape, generator=generator, device="cpu").to(delta.device)  # one mask on every device
+    kept = chances < keep
     return torch.where(kept, delta / keep, 0.0)

@@ -94,10 +94,11 @@ def _great_circle(inner: Tensor, weights: Tensor) -> Tensor | None:
 
 
 def _on_sphere(modules: Modules, recipe: Recipe, mean: Mean) -> Combined:
-    weights = torch.tensor(shares(recipe.weights), dtype=torch.float64)
+    given = shares(recipe.weights)
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         inner = gram(factors)
+        weights = inner.new_tensor(given)
         lengths = inner.diagonal().clamp(min=0).sqrt()
         moved = (lengths > 0) & (weights > 0)
         coefficients = weights.clone()

@@ -16,7 +16,7 @@ from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.geometry import overlaps
 from dpmerge.server.merging.linear import shares
 from dpmerge.server.merging.lowrank import gram
-from dpmerge.server.merging.recipe import Combined, Method, Recipe
+from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
 from dpmerge.server.merging.subspace import stacked_bases
 
 MAX_STEPS = 1000
@@ -39,18 +39,17 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
 
     References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
     """
-    merged: dict[str, Factors] = {}
-    lost: dict[str, float] = {}
-    coefficient = recipe.factor
-    for names in [list(modules)] if whole_model else [[name] for name in modules]:
-        factors = {name: modules[name] for name in names}
-        bases = {name: _bases(items) for name, items in factors.items()}
-        small = {name: coordinates(*bases[name], items) for name, items in factors.items()}
-        combined = method(small, recipe)
-        merged |= {name: _lifted(*bases[name], item) for name, item in combined.modules.items()}
-        lost |= combined.lost
-        coefficient = combined.coefficient
-    return Combined(merged, coefficient, lost)
+
+    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        bases = _bases(factors)
+        combined = method({name: coordinates(*bases, factors)}, recipe)
+        return _lifted(*bases, combined.modules[name]), combined.lost[name]
+
+    if not whole_model:
+        return per_module(modules, rule, recipe.factor)
+    bases = {name: _bases(factors) for name, factors in modules.items()}
+    combined = method({name: coordinates(*bases[name], factors) for name, factors in modules.items()}, recipe)
+    return replace(combined, modules={name: _lifted(*bases[name], item) for name, item in combined.modules.items()})
 
 
 def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[Factors]) -> tuple[Factors, ...]:
@@ -121,7 +120,7 @@ def bounded(modules: Modules, recipe: Recipe, robust: Robust) -> tuple[Modules, 
     if robust == "clip":
         modules, account = clipped(modules)
         return modules, recipe, account
-    weights = [sum(recipe.weights) * share for share in median_weights(overlaps(modules), recipe.weights)]
+    weights = [sum(recipe.weights) * share for share in median_weights(overlaps(modules).cpu(), recipe.weights)]
     return modules, replace(recipe, weights=tuple(weights)), {"rule": "median", "weights": weights}
 
 
@@ -169,7 +168,8 @@ def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
 
 
 def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
-    return Factors((item.a.double() @ q_a.T).float(), (q_b @ item.b.double()).float(), item.scaling)
+    a, b = item.a.to(q_a), item.b.to(q_b)
+    return Factors((a @ q_a.T).float(), (q_b @ b).float(), item.scaling)
 
 
 def _matches(pattern: str, name: str) -> bool:
