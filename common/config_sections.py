@@ -40,7 +40,7 @@ Semantics = Literal["paper", "peft", "mergekit"]
 Robust = Literal["clip", "median"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
-# Methods that need statistics of public texts are merged from Python, not from a federation file.
+# Methods that need statistics of public texts are no choice in a federation file, which has no key for such texts.
 MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "average": ("rank",),
     "task-arithmetic": ("coefficient", "rank"),
