@@ -116,9 +116,11 @@ def _adapted(encoder: nn.Module, adapter: Adapter, names: Sequence[str], probe: 
     """Let an adapter act on the encoder, and show the probe what passes through the named modules."""
 
     def hook_of(name: str, factors: Factors | None) -> Any:
+        change = None if factors is None else (factors.a.float().T, factors.b.float().T * factors.scaling)  # read once
+
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if factors is not None:
-                output = output + inputs[0] @ factors.a.float().T @ (factors.b.float() * factors.scaling).T
+            if change is not None:
+                output = output + inputs[0] @ change[0] @ change[1]
             if torch.is_grad_enabled() and not output.requires_grad:
                 output = output.detach().requires_grad_()
             probe.calls[name] = inputs[0].detach(), output
