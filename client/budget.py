@@ -105,4 +105,4 @@ def _up(value: float) -> str:
     >>> _up(0.12341), _up(math.inf)
     ('0.1235', 'above 100')
     """
-    return f"{math.ceil(value * 1e4) / 1e4:g}" if math.isfinite(value) else "above 100"
+    return f"{math.ceil(value * 1e4 - 1e-6) / 1e4:g}" if math.isfinite(value) else "above 100"

@@ -1,0 +1,178 @@
+import json
+import sys
+import warnings
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from dpmerge.client.ledger import Ledger
+from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
+from dpmerge.common.release import SIGNATURE, release_hash, to_files, write_files
+from dpmerge.server.receipts import make_receipt
+from tests.signed_releases import KEY, SERVER_KEY, STRANGER, release, signed_files, statement
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
+    from dpmerge.simulations import cli
+
+NOW = datetime(2026, 3, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def dpmerge(monkeypatch, capsys):
+    """Run the command line in this process: arguments → (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A release that was paid for, signed, received: release/, ledger.jsonl, receipt.json and keys.toml."""
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.reserve(dataset="reviews", binding="earlier", charge=dict(statement()))
+    reservation = ledger.reserve(dataset="reviews", binding="b", charge=dict(statement()))
+    files = signed_files(ledger_head=ledger.head())
+    write_files(tmp_path / "release", files)
+    ledger.released(reservation, release_hash(files))
+    manifest = manifest_of(parse_signature(files[SIGNATURE], "shop"), "shop")
+    receipt = make_receipt(
+        manifest, manifest_sha256=manifest_hash(files[SIGNATURE]), spool_sha256="e" * 64, time=NOW, key=SERVER_KEY
+    )
+    (tmp_path / "receipt.json").write_bytes(receipt)
+    write_keys(tmp_path)
+    return tmp_path
+
+
+def write_keys(folder, revoked=None):
+    keys = f'schema = 1\n[keys]\nshop = "{KEY.public}"\nserver = "{SERVER_KEY.public}"\n'
+    if revoked is not None:
+        keys += f'[[revoked]]\nkey_id = "{KEY.public.id}"\nsince = {revoked.isoformat()}\n'
+    (folder / "keys.toml").write_text(keys)
+
+
+def verdicts(text, name="verify"):
+    told = json.loads(text)[name]
+    return told["verdict"], {check["check"]: check["status"] for check in told["checks"]}
+
+
+def test_a_release_with_all_that_belongs_to_it_passes(dpmerge, site):
+    options = ["--allow", site / "keys.toml", "--receipt", site / "receipt.json", "--ledger", site / "ledger.jsonl"]
+    code, out, err = dpmerge("verify", site / "release", *options, "--format", "json")
+    verdict, checks = verdicts(out)
+    assert (code, verdict, err) == (0, "PASS", "")
+    assert {"signature", "epsilon by PRV", "receipt signature", "receipt", "ledger head", "ledger release"} <= set(
+        checks
+    )
+    code, out, _ = dpmerge("verify", site / "release", *options)
+    assert code == 0
+    assert "epsilon by PLD" in out
+    assert "Nobody can check" in out
+
+
+def test_the_exit_code_tells_of_a_changed_byte(dpmerge, site):
+    path = site / "release" / "adapter_config.json"
+    path.write_bytes(path.read_bytes() + b"\n")
+    code, out, _ = dpmerge("verify", site / "release", "--key", KEY.public, "--format", "json")
+    assert (code, verdicts(out)) == (1, ("FAIL", {"signature": "PASS", "files": "FAIL"}))
+
+
+def test_a_revoked_key_is_good_for_what_was_received_before(dpmerge, site):
+    write_keys(site, revoked=NOW + timedelta(days=1))
+    release, listed, receipt = site / "release", ["--allow", site / "keys.toml"], ["--receipt", site / "receipt.json"]
+    assert dpmerge("verify", release, *listed)[0] == 1
+    assert dpmerge("verify", release, *listed, *receipt)[0] == 0
+    write_keys(site, revoked=NOW - timedelta(days=1))
+    assert dpmerge("verify", release, *listed, *receipt)[0] == 1
+
+
+def test_a_receipt_by_itself_and_of_another_release(dpmerge, site):
+    receipt = site / "receipt.json"
+    code, out, _ = dpmerge("verify", receipt, "--key", SERVER_KEY.public, "--format", "json")
+    assert (code, verdicts(out)) == (0, ("PASS", {"format": "PASS", "signature": "PASS"}))
+    assert dpmerge("verify", receipt, "--key", STRANGER.public)[0] == 1
+    write_files(site / "other", signed_files(ledger_head="0" * 64))
+    code, out, _ = dpmerge("verify", site / "other", "--receipt", receipt, "--format", "json")
+    assert (code, verdicts(out)[1]["receipt"]) == (1, "FAIL")
+    receipt.write_bytes(receipt.read_bytes()[:-1])
+    code, out, _ = dpmerge("verify", receipt, "--format", "json")
+    assert (code, verdicts(out)) == (1, ("FAIL", {"format": "FAIL"}))
+
+
+def test_a_merged_model_is_told_apart(dpmerge, site):
+    one = release()
+    record = {"inputs": [{"party": "shop", "sha256": "a" * 64, "epsilon": 0.3, "weight": 1.0}], "method": "average"}
+    merged = replace(one, party="merged", statement={}, merge=record)
+    write_files(site / "merged", to_files(merged))
+    code, out, _ = dpmerge("verify", site / "merged", "--format", "json")
+    assert (code, verdicts(out)[0], json.loads(out)["verify"]["kind"]) == (0, "WARN", "merged model")
+    write_files(site / "empty", to_files(replace(merged, merge={"method": "average"})))
+    assert dpmerge("verify", site / "empty")[0] == 1
+
+
+def test_bad_input_is_refused_in_one_line(dpmerge, site):
+    release = site / "release"
+    for arguments in (
+        [site / "none"],
+        [release, "--key", "abc"],
+        [release, "--allow", site / "none"],
+        [release, "--allow", site / "keys.toml", "--key", KEY.public],
+        [release, "--receipt", site / "none"],
+        [release, "--ledger", site / "none"],
+    ):
+        code, out, err = dpmerge("verify", *arguments)
+        assert (code, out, err.count("\n"), err[:4]) == (2, "", 1, "DPM-")
+    (release / "adapter_model.bin").touch()
+    code, out, _ = dpmerge("verify", release, "--format", "json")
+    assert (code, verdicts(out)) == (1, ("FAIL", {"format": "FAIL"}))
+
+
+def test_a_cut_ledger_shows_against_release_and_receipt(dpmerge, site):
+    path = site / "ledger.jsonl"
+    against = ["--against", site / "release", "--against", site / "receipt.json"]
+    code, out, _ = dpmerge("ledger", "verify", path, *against, "--format", "json")
+    assert (code, verdicts(out, "ledger")[0]) == (0, "PASS")
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(whole[:1]))
+    code, out, _ = dpmerge("ledger", "verify", path, "--format", "json")
+    assert (code, verdicts(out, "ledger")) == (0, ("WARN", {"chain": "PASS", "ledger head": "WARN"}))
+    for evidence in ("release", "receipt.json"):
+        assert dpmerge("ledger", "verify", path, "--against", site / evidence)[0] == 1
+    path.write_bytes(b"".join(whole[1:]))
+    code, out, _ = dpmerge("ledger", "verify", path, "--format", "json")
+    assert (code, verdicts(out, "ledger")) == (1, ("FAIL", {"chain": "FAIL"}))
+
+
+def test_a_ledger_that_charged_something_else_fails(dpmerge, tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.reserve(dataset="reviews", binding="b", charge={**statement(), "epsilon": 0.01})
+    write_files(tmp_path / "release", signed_files(ledger_head=ledger.head()))
+    code, out, _ = dpmerge("ledger", "verify", tmp_path, "--against", tmp_path / "release", "--format", "json")
+    assert (code, verdicts(out, "ledger")[1]["ledger charge"]) == (1, "FAIL")
+
+
+def test_charges_are_shown_and_composed(dpmerge, site, monkeypatch):
+    monkeypatch.setenv("DPMERGE_STATE", str(site / "state"))
+    assert dpmerge("ledger", "show")[1] == "no ledger yet\n"
+    (site / "state" / "ledgers").mkdir(parents=True)
+    (site / "state" / "ledgers" / "reviews.jsonl").write_bytes((site / "ledger.jsonl").read_bytes())
+    assert "reviews: " in dpmerge("ledger", "show")[1]
+    charges = json.loads(dpmerge("ledger", "show", "reviews", "--format", "json")[1])["ledger"]["charges"]
+    assert [charge["state"] for charge in charges] == ["reserved", "released"]
+    assert "released" in dpmerge("ledger", "show", "reviews")[1]
+    one, both = (
+        json.loads(dpmerge("ledger", "compose", "reviews", *chosen, "--format", "json")[1])["composition"]
+        for chosen in (["--reservation", charges[0]["reservation"][:8]], [])
+    )
+    assert (one["charges"], both["charges"], both["delta"]) == (1, 2, 1e-5)
+    assert one["epsilon"] == pytest.approx(statement()["epsilon"], abs=1e-6)
+    assert one["epsilon"] < both["epsilon"] < 2 * one["epsilon"]
+    assert dpmerge("ledger", "compose", "reviews", "--reservation", "")[0] == 2
+    code, _, err = dpmerge("ledger", "show", "review")
+    assert (code, "closest: reviews" in err) == (2, True)
