@@ -1,4 +1,4 @@
-"""The coefficient on the sum of the adapters, chosen by accuracy on public validation data. Never on private data.
+"""What a merge is worth on public validation data, and the coefficient on the sum chosen by it. Never on private data.
 
 The server cannot tell public records from private ones: whoever names the files declares them public. So nothing here
 happens unless files are named, and what was named is recorded by hash.
@@ -28,14 +28,14 @@ DEFAULT_MAX_LENGTH = 32  # tokens, as in a federation file, where no statement s
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """How a coefficient was chosen.
+    """What was measured, and which coefficient it was chosen by.
 
     Attributes:
-        coefficient: The chosen one: best mean accuracy, the smallest of several equal ones.
+        coefficient: The best mean accuracy's, the smallest of several equal ones.
         mean_accuracy: Its mean over the parties with a file, in [0, 1].
         accuracy: Party → accuracy of the merged model with that coefficient.
         own: Party → accuracy of its own adapter on the same records, where there is one.
-        grid: (coefficient, mean accuracy) of all that was tried.
+        grid: (coefficient, mean accuracy) of all that was tried; one alone if there was nothing to choose.
         files: Party → SHA-256 of its file and the number of records used.
     """
 
@@ -48,7 +48,7 @@ class Validation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return asdict(self)
+        return asdict(self) | {"grid": [list(pair) for pair in self.grid]}
 
 
 def grid(num_adapters: int) -> tuple[float, ...]:
@@ -64,31 +64,30 @@ def choose_coefficient(
     base: Base,
     adapters: Mapping[Path, Adapter],
     files: Mapping[str, Path],
+    coefficients: Sequence[float],
     merged_at: Callable[[float], Merged],
 ) -> Validation:
-    """Merge with every coefficient of the grid and keep the one of the best mean accuracy.
+    """Measure the merge at every coefficient and keep the one of the best mean accuracy.
 
     Args:
         base: The base model, freshly loaded; adapters are added to it.
         adapters: Folder → adapter, of what is merged; the heads answer for the merged model.
         files: Party → a public file with the columns `text` and `label`.
+        coefficients: What to try, in ascending order; see `grid`.
         merged_at: Coefficient → merge.
 
     Raises:
         DpmergeError: DPM-103 for a party without a head; DPM-203 for a file that cannot be read or used.
     """
     inputs = list(adapters.values())
-    heads = {party: head for adapter in inputs for party, head in adapter.heads.items()}
-    records = {party: _records(party, path, heads) for party, path in files.items()}
-    tasks = {party: PublicTask(own, heads[party], heads[party]) for party, own in records.items()}
-    coefficients = grid(len(inputs))
+    tasks = public_tasks(inputs, files)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {f"grid-{index}": Path(scratch) / str(index) for index in range(len(coefficients))}
         for folder, coefficient in zip(folders.values(), coefficients, strict=True):
             write_files(folder, to_files(as_release(merged_at(coefficient), inputs)))
         own = {adapter.party: folder for folder, adapter in adapters.items() if adapter.party in tasks}
         everything = folders | {f"own-{party}": folder for party, folder in own.items()}
-        first, length = _first_layer(base, inputs), _max_length(inputs)
+        first, length = first_layer(base, inputs), max_length(inputs)
         scores = evaluate(base, first, tasks, everything, folders["grid-0"], max_length=length)
     by_grid = [{party: scores[party].by_adapter[name].value for party in tasks} for name in folders]
     means = [statistics.fmean(row.values()) for row in by_grid]
@@ -99,8 +98,24 @@ def choose_coefficient(
         accuracy=by_grid[best],
         own={party: scores[party].by_adapter[f"own-{party}"].value for party in own},
         grid=tuple(zip(coefficients, means, strict=True)),
-        files={party: _about(path, records[party]) for party, path in files.items()},
+        files={party: _about(path, tasks[party].records) for party, path in files.items()},
     )
+
+
+def public_tasks(adapters: Sequence[Adapter], files: Mapping[str, Path]) -> dict[str, PublicTask]:
+    """Read public files against the heads that came with the adapters.
+
+    Args:
+        adapters: What is merged.
+        files: Party → a public file with the columns `text` and `label`.
+
+    Raises:
+        DpmergeError: DPM-103 for a party without a head; DPM-203 for a file that cannot be read or used.
+    """
+    heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
+    return {
+        party: PublicTask(_records(party, path, heads), heads[party], heads[party]) for party, path in files.items()
+    }
 
 
 def check_base(base: Base, adapters: Sequence[Adapter]) -> None:
@@ -130,14 +145,14 @@ def _about(path: Path, records: Records) -> dict[str, str | int]:
     return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "num_records": len(records)}
 
 
-def _first_layer(base: Base, adapters: Sequence[Adapter]) -> int:
+def first_layer(base: Base, adapters: Sequence[Adapter]) -> int:
     """Return the lowest layer that any adapter changes, 0 if one changes something outside the layers."""
     names = {name for adapter in adapters for name in adapter.modules}
     inside = [name.removeprefix(f"{base.layers}.").partition(".")[0] for name in names]
     return min((int(index) if index.isdigit() else 0 for index in inside), default=0)
 
 
-def _max_length(adapters: Sequence[Adapter]) -> int:
+def max_length(adapters: Sequence[Adapter]) -> int:
     """Return the longest `max_length` that a statement names: what the parties trained with."""
     settings = [adapter.statement.get("training") for adapter in adapters]
     lengths = [item.get("max_length") for item in settings if isinstance(item, Mapping)]

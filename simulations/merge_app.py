@@ -5,8 +5,7 @@ Nothing is written unless everything fits, and then in one step: the output fold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,102 +16,127 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.simulations.terminal import BAD_INPUT, Format, FormatOption, answer, console
 
 if TYPE_CHECKING:
-    from dpmerge.server.coefficient import Validation
-    from dpmerge.server.merging.explain import Explanation
     from dpmerge.server.merging.gate import Gate
-    from dpmerge.server.merging.merge import Merged
+    from dpmerge.simulations.merge_run import Outcome
 
 EXAMPLE = "Example: dpmerge merge runs/demo/releases/shop other=path/to/adapter --no-strict --out merged"
 TUNED = "Parameters of the method"
+AROUND = "Around any method"
+PUBLIC = "Public data"
 INSTEAD = "In place of merging, or beside it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """One call of the command, its texts parsed.
+def _option(help: str, panel: str | None = None, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
 
-    Attributes:
-        inputs: Party name, or None for the adapter's own, and folder.
-        out: Where the result goes, or None to write nothing.
-        options: Keyword arguments of `merge`, only those that were given.
-        materialize: Write the full model in place of an adapter.
-        explained: Say what is known about the merge.
-        base: Where the base model is; empty for where the adapters say.
-        validation: Party → public file to choose the coefficient on.
-    """
 
-    inputs: Sequence[tuple[str | None, Path]]
-    out: Path | None
-    options: dict[str, Any]
-    materialize: bool
-    explained: bool
-    base: str
-    validation: dict[str, Path]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ADAPTER…", help="Release or PEFT adapter folders; NAME=FOLDER names one."),
+]
+Out = Annotated[Path | None, _option("Where the result goes; empty or new.", None, "--out", metavar="DIR")]
+Method = Annotated[str, _option("A name of --list.")]
+Weights = Annotated[str | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")]
+Strict = Annotated[bool, _option("Refuse other modules or seeds of A.", None, "--strict/--no-strict")]
+Seed = Annotated[int | None, _option("Of random masks.")]
+Coefficient = Annotated[float | None, _option("Factor on the sum.", TUNED)]
+Density = Annotated[float | None, _option("Share of entries to keep.", TUNED)]
+Semantics = Annotated[str | None, _option("Whose TIES: paper, peft or mergekit.", TUNED)]
+Ridge = Annotated[float | None, _option("Relative ridge of wudi.", TUNED)]
+CommonShare = Annotated[float | None, _option("Share of iso-cts's directions from the sum.", TUNED)]
+Spread = Annotated[float | None, _option("How far della's probabilities vary.", TUNED)]
+Outliers = Annotated[float | None, _option("Share of the largest entries that breadcrumbs drops.", TUNED)]
+OffDiagonal = Annotated[float | None, _option("What regmean keeps outside the diagonals.", TUNED)]
+Rank = Annotated[int | None, _option("Rank of the result; exact if not given.", TUNED)]
+Core = Annotated[bool, _option("Work on coordinates in bases that the adapters share.", AROUND, "--core")]
+Robust = Annotated[str | None, _option("Bound one party's influence: clip or median.", AROUND)]
+LayerScale = Annotated[
+    list[str] | None, _option("Factor on the merged change in modules of this name.", AROUND, metavar="PATTERN=X")
+]
+Validate = Annotated[
+    list[str] | None,
+    _option(
+        "Measure on this public file (columns text, label), and choose the coefficient there if none is given.",
+        PUBLIC,
+        metavar="PARTY=FILE",
+    ),
+]
+Public = Annotated[
+    list[str] | None, _option("Public texts of the party's task, for regmean and fisher.", PUBLIC, metavar="PARTY=FILE")
+]
+BaseModel = Annotated[
+    str | None, _option("Where the base model is, if not where the adapters say: alias, folder or hub id.")
+]
+List = Annotated[bool, _option("Show every method.", INSTEAD, "--list")]
+Explain = Annotated[bool, _option("Show noise, drift and overlap; without --out only that.", INSTEAD, "--explain")]
+Materialize = Annotated[bool, _option("Write the full model in place of an adapter.", INSTEAD, "--materialize")]
 
 
 def merge(
-    adapters: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ADAPTER…", help="Release or PEFT adapter folders; NAME=FOLDER names one."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Where the result goes; empty or new.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="A name of --list.")] = MergeSettings.method,
-    weights: Annotated[
-        str | None, typer.Option(metavar="A=1,B=.5", help="One weight per party; all 1 if not given.")
-    ] = None,
-    strict: Annotated[bool, typer.Option("--strict/--no-strict", help="Refuse other modules or seeds of A.")] = True,
-    seed: Annotated[int | None, typer.Option(help="Of random masks.")] = None,
-    coefficient: Annotated[float | None, typer.Option(help="Factor on the sum.", rich_help_panel=TUNED)] = None,
-    density: Annotated[float | None, typer.Option(help="Share of entries to keep.", rich_help_panel=TUNED)] = None,
-    semantics: Annotated[
-        str | None, typer.Option(help="Whose TIES: paper, peft, mergekit.", rich_help_panel=TUNED)
-    ] = None,
-    ridge: Annotated[float | None, typer.Option(help="Relative ridge of wudi.", rich_help_panel=TUNED)] = None,
-    common_share: Annotated[float | None, typer.Option(help="Common share of iso-cts.", rich_help_panel=TUNED)] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Rank of the result; exact if not given.", rich_help_panel=TUNED)
-    ] = None,
-    core: Annotated[
-        bool, typer.Option("--core", help="Work on coordinates in shared bases.", rich_help_panel=TUNED)
-    ] = False,
-    validate: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PARTY=FILE", help="Choose the coefficient on this public file (columns text, label)."),
-    ] = None,
-    base: Annotated[
-        str, typer.Option(help="The base model, for --materialize and --validate, if not where the adapters say.")
-    ] = "",
-    listed: Annotated[bool, typer.Option("--list", help="Show every method.", rich_help_panel=INSTEAD)] = False,
-    explained: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Show noise, drift and overlap; without --out only that.", rich_help_panel=INSTEAD
-        ),
-    ] = False,
-    materialize: Annotated[
-        bool,
-        typer.Option("--materialize", help="Write the full model in place of an adapter.", rich_help_panel=INSTEAD),
-    ] = False,
+    adapters: Adapters = None,
+    out: Out = None,
+    method: Method = MergeSettings.method,
+    weights: Weights = None,
+    strict: Strict = True,
+    seed: Seed = None,
+    coefficient: Coefficient = None,
+    density: Density = None,
+    semantics: Semantics = None,
+    ridge: Ridge = None,
+    common_share: CommonShare = None,
+    spread: Spread = None,
+    outliers: Outliers = None,
+    off_diagonal: OffDiagonal = None,
+    rank: Rank = None,
+    core: Core = False,
+    robust: Robust = None,
+    layer_scale: LayerScale = None,
+    validate: Validate = None,
+    public: Public = None,
+    base: BaseModel = None,
+    listed: List = False,
+    explained: Explain = False,
+    materialize: Materialize = False,
     output: FormatOption = Format.text,
 ) -> int:
     """Merge releases of dpmerge or any PEFT LoRA adapters of one base model; nothing is written unless all fit."""
     if listed:
         return _list(output)
-    options = {"weights": _weights(weights), "coefficient": coefficient, "density": density, "semantics": semantics}
-    options |= {"ridge": ridge, "common_share": common_share, "rank": rank, "core": core or None, "seed": seed}
+    if out is None and not explained:
+        raise typer.BadParameter("say where the result goes, or --explain to write nothing", param_hint="--out")
+    from dpmerge.simulations.merge_run import Request, inspect, run
+
+    options = {
+        "weights": _numbers("--weights", weights.split(",")) if weights is not None else None,
+        "layer_scales": _numbers("--layer-scale", layer_scale) if layer_scale else None,
+        "coefficient": coefficient,
+        "density": density,
+        "semantics": semantics,
+        "ridge": ridge,
+        "common_share": common_share,
+        "spread": spread,
+        "outliers": outliers,
+        "off_diagonal": off_diagonal,
+        "rank": rank,
+        "core": core or None,
+        "robust": robust,
+        "seed": seed,
+    }
     request = Request(
         inputs=[_input(text) for text in adapters or ()],
         out=out,
-        options={key: value for key, value in options.items() if value is not None}
-        | {"method": method, "strict": strict},
+        options={"method": method, "strict": strict} | {key: item for key, item in options.items() if item is not None},
         materialize=materialize,
         explained=explained,
-        base=base,
+        base=base or "",
         validation={party: Path(file) for party, file in _pairs("--validate", validate or ()).items()},
+        public={party: Path(file) for party, file in _pairs("--public", public or ()).items()},
     )
-    return _run(request, output)
+    gate = inspect(request)
+    if gate.refusals:
+        return _refuse(gate, output)
+    _report(request.out, run(request, gate), output)
+    return 0
 
 
 def _list(output: Format) -> int:
@@ -122,30 +146,6 @@ def _list(output: Format) -> int:
         answer(output, {"methods": method_rows()}, "")
     else:
         console().print(methods_table())
-    return 0
-
-
-def _run(request: Request, output: Format) -> int:
-    """Gate, merge, write, report; the exit code."""
-    from dpmerge.common.release import check_new_folder
-    from dpmerge.server.merging.explain import explain
-    from dpmerge.server.merging.gate import inspect
-    from dpmerge.server.merging.merge import merge as merge_adapters
-
-    if request.out is None and not request.explained:
-        raise typer.BadParameter("say where the result goes, or --explain to write nothing", param_hint="--out")
-    if request.out is not None:
-        check_new_folder(request.out)
-    gate = inspect(request.inputs, strict=request.options["strict"])
-    if gate.refusals:
-        return _refuse(gate, output)
-    validation = _validate(request, gate)
-    chosen = {"coefficient": validation.coefficient} if validation else {}
-    merged = merge_adapters(gate.adapters, **request.options | chosen)
-    explanation = explain(gate.adapters, merged) if request.explained else None
-    if request.out is not None:
-        _write(request, request.out, gate, merged, explanation, validation)
-    _report(request, output, gate, merged, explanation, validation)
     return 0
 
 
@@ -161,110 +161,19 @@ def _refuse(gate: Gate, output: Format) -> int:
     return BAD_INPUT
 
 
-def _validate(request: Request, gate: Gate) -> Validation | None:
-    """Choose the coefficient on the public files that were named; None if none was."""
-    if not request.validation:
-        return None
-    if "coefficient" in request.options:
-        raise DpmergeError("DPM-103", "--coefficient and --validate contradict each other", "give one of them")
-    from dpmerge.common.model import load_base
-    from dpmerge.server.coefficient import check_base, choose_coefficient
-    from dpmerge.server.merging.merge import merge as merge_adapters
-
-    base = load_base(_base_name(request, gate))
-    check_base(base, gate.adapters)
-    folders = {Path(entry.folder): adapter for entry, adapter in zip(gate.entries, gate.adapters, strict=True)}
-    return choose_coefficient(
-        base,
-        folders,
-        request.validation,
-        lambda coefficient: merge_adapters(gate.adapters, **request.options, coefficient=coefficient),
-    )
-
-
-def _write(
-    request: Request,
-    out: Path,
-    gate: Gate,
-    merged: Merged,
-    explanation: Explanation | None,
-    validation: Validation | None,
-) -> None:
-    """Write the adapter, or the full model, with its record and its card; complete or not at all."""
-    from dpmerge.common.release import HEAD, MERGE, PICTURE, README, to_files, write_files
-    from dpmerge.server.merging.card import merge_card
-    from dpmerge.server.merging.merge import as_release
-    from dpmerge.simulations.merge_tables import picture
-
-    release = as_release(merged, gate.adapters)
-    if validation:
-        release = replace(release, merge=(release.merge or {}) | {"validation": validation.to_dict()})
-    card = merge_card(release, gate.entries, materialized=request.materialize, pictured=explanation is not None)
-    files = to_files(release) | {README: card.encode()}
-    if explanation:
-        files[PICTURE] = picture(explanation)
-    try:
-        if request.materialize:
-            kept = {MERGE, README, PICTURE} | ({HEAD} if release.heads else set())
-            _write_model(request, out, gate, merged, {name: files[name] for name in files.keys() & kept})
-        else:
-            write_files(out, files)
-    except OSError as problem:
-        raise DpmergeError("DPM-301", f"{out} cannot be written: {problem.strerror}", "give another --out") from None
-
-
-def _write_model(request: Request, out: Path, gate: Gate, merged: Merged, files: dict[str, bytes]) -> None:
-    from dpmerge.common.model import load_base
-    from dpmerge.common.release import new_folder
-    from dpmerge.server.coefficient import check_base
-    from dpmerge.server.merging.materialize import add_change, open_base, save_model
-
-    base = _base_name(request, gate)
-    if any(adapter.base_sha256 for adapter in gate.adapters):
-        check_base(load_base(base), gate.adapters)
-    model = open_base(base)
-    add_change(model, merged)
-    with new_folder(out) as folder:
-        save_model(model, base, folder)
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-
-
-def _base_name(request: Request, gate: Gate) -> str:
-    stated = [adapter.config.get("base_model_name_or_path") for adapter in gate.adapters]
-    name = request.base or next((name for name in stated if isinstance(name, str)), "")
-    if not name:
-        raise DpmergeError("DPM-204", "no adapter names its base model", "give --base an alias, a folder or a hub id")
-    return name
-
-
-def _report(
-    request: Request,
-    output: Format,
-    gate: Gate,
-    merged: Merged,
-    explanation: Explanation | None,
-    validation: Validation | None,
-) -> None:
+def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
     from dpmerge.simulations.merge_tables import explanation_tables, gate_table, validation_tables
 
-    out, info = request.out, merged.info
     if output is Format.json:
-        facts = {
-            "out": None if out is None else str(out),
-            "materialized": request.materialize and out is not None,
-            "gate": [entry.to_dict() for entry in gate.entries],
-            "merge": info,
-            "explanation": explanation.to_dict() if explanation else None,
-            "validation": validation.to_dict() if validation else None,
-        }
-        answer(output, facts, "")
+        answer(output, {"out": None if out is None else str(out)} | outcome.to_dict(), "")
         return
-    tables = [gate_table(gate.entries), *(explanation_tables(explanation) if explanation else [])]
-    tables += validation_tables(validation) if validation else []
+    tables = [gate_table(outcome.gate.entries)]
+    tables += explanation_tables(outcome.explanation) if outcome.explanation else []
+    tables += validation_tables(outcome.validation) if outcome.validation else []
     terminal = console()
     for table in tables:
         terminal.print(table)
+    info = outcome.merged.info
     for absent in info["absent"]:
         print(f"taken as 0: {absent}")
     print(
@@ -275,22 +184,19 @@ def _report(
         print(out)
 
 
-def _weights(text: str | None) -> dict[str, float] | None:
-    """Read "a=1,b=.5".
+def _numbers(option: str, texts: Iterable[str]) -> dict[str, float]:
+    """Read NAME=NUMBER texts.
 
-    >>> _weights("a=1,b=.5"), _weights(None)
-    ({'a': 1.0, 'b': 0.5}, None)
+    >>> _numbers("--weights", ["a=1", "b=.5"])
+    {'a': 1.0, 'b': 0.5}
     """
-    if text is None:
-        return None
-    weights = {}
-    for party, value in _pairs("--weights", text.split(",")).items():
+    numbers = {}
+    for name, value in _pairs(option, texts).items():
         try:
-            weights[party] = float(value)
+            numbers[name] = float(value)
         except ValueError:
-            problem = f"--weights {party}={value} is no number"
-            raise DpmergeError("DPM-103", problem, "write, say, shop=1,library=.5") from None
-    return weights
+            raise DpmergeError("DPM-103", f"{option} {name}={value} is no number", "write, say, shop=.5") from None
+    return numbers
 
 
 def _input(text: str) -> tuple[str | None, Path]:
@@ -309,6 +215,6 @@ def _pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
         if not name or not value:
             raise DpmergeError("DPM-103", f"{option} {text!r} is not of the form NAME=VALUE", "write, say, shop=1")
         if name in pairs:
-            raise DpmergeError("DPM-103", f"{option} names {name} twice", "name each party once")
+            raise DpmergeError("DPM-103", f"{option} names {name} twice", "give each name once")
         pairs[name] = value
     return pairs

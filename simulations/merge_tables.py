@@ -57,7 +57,7 @@ def gate_table(entries: Sequence[Entry]) -> Table:
             ", ".join(map(str, entry.ranks)),
             ", ".join(f"{value:.4g}" for value in entry.scalings),
             ", ".join(entry.dtypes),
-            _epsilon(entry),
+            entry.claim,
             entry.a_sha256[:SHOWN_HASH],
         )
         table.add_row(*map(escape, cells))
@@ -65,18 +65,24 @@ def gate_table(entries: Sequence[Entry]) -> Table:
 
 
 def explanation_tables(explanation: Explanation) -> list[Table]:
-    """Noise, drift and what is kept per party; then the overlaps, where they are known."""
+    """Noise, drift and what is kept per party; then the overlaps and the predicted gaps, where they are known."""
     table = _table("party", "noise share", "drift ‖τ‖", "kept")
     table.caption = "noise share: of ‖B‖², estimated from the statement; kept: ⟨merged, τ⟩ / ‖τ‖²"
     rows = zip(explanation.parties, explanation.noise_share, explanation.drift, explanation.kept, strict=True)
     for party, noise, drift, kept in rows:
         table.add_row(escape(party), _percent(noise, "unknown"), f"{drift:.4g}", _percent(kept, MISSING))
-    if explanation.overlap is None:
-        return [table]
-    overlap = _table("overlap (cosine)", *map(escape, explanation.parties))
-    for party, cosines in zip(explanation.parties, explanation.overlap, strict=True):
-        overlap.add_row(escape(party), *(f"{value:.2f}" for value in cosines))
-    return [table, overlap]
+    tables = [table]
+    if explanation.overlap is not None:
+        tables.append(_table("overlap (cosine)", *map(escape, explanation.parties)))
+        for party, cosines in zip(explanation.parties, explanation.overlap, strict=True):
+            tables[-1].add_row(escape(party), *(f"{value:.2f}" for value in cosines))
+    if explanation.gaps:
+        tables.append(_table("party", "predicted gap", "slope", "curvature", "third order", "measured"))
+        tables[-1].caption = "growth of the loss from the own to the merged model on the public file, in nats"
+        for party, gap in explanation.gaps.items():
+            parts = (gap.predicted, gap.slope, gap.curvature, gap.third_order, gap.measured)
+            tables[-1].add_row(escape(party), *(f"{part:+.4f}" for part in parts))
+    return tables
 
 
 def validation_tables(validation: Validation) -> list[Table]:
@@ -142,14 +148,6 @@ def _table(first: str, *others: str) -> Table:
     table = Table(first, *others, box=box.SIMPLE_HEAD, pad_edge=False)
     table.columns[0].no_wrap = True
     return table
-
-
-def _epsilon(entry: Entry) -> str:
-    if entry.private is None:
-        return "no statement"
-    if not entry.private:
-        return "not private"
-    return MISSING if entry.epsilon is None else f"{entry.epsilon:.4g}"
 
 
 def _percent(share: float | None, unknown: str) -> str:

@@ -8,16 +8,17 @@ from huggingface_hub import ModelCard, ModelCardData
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import MERGE, PICTURE, Release
 from dpmerge.common.statement import mechanism_from_statement, sentence
-from dpmerge.server.merging.gate import Entry
+from dpmerge.server.merging.gate import Entry, some
 from dpmerge.server.merging.registry import METHODS
 
 POST_PROCESSING = (
-    "Merging read the released adapters and nothing else. It is post-processing of what was private already: it costs "
-    "no privacy, and each party's ε and δ hold for the merged model as they held for its release."
+    "Merging read the released adapters, public data where this card names any, and nothing else. It is "
+    "post-processing of what was private already: it costs no privacy, and each party's ε and δ hold for the merged "
+    "model as they held for its release."
 )
 OVERLAP = (
     "A record (or user) that is in the data of several parties is covered by the sum of their budgets only: ε and δ "
-    "add up over the parties that hold it."
+    "add up over the parties that hold it. If one of these claims no privacy, it is not covered."
 )
 UNVERIFIED = "ε and δ are the parties' own statements; `dpmerge verify` recomputes them from a release."
 
@@ -45,12 +46,12 @@ def merge_card(release: Release, entries: Sequence[Entry], *, materialized: bool
         tags=["lora", "merge", "dpmerge", *(["differential-privacy"] if private else [])],
     )
     sections = [
-        f"# {METHODS[release.merge['method']].summary}",
-        _what(release, base, materialized=materialized),
+        f"# Merged from {_escaped(some([entry['party'] for entry in release.merge['inputs']]))}",
+        _what(base, materialized=materialized),
         "## Inputs",
         _inputs(release, entries),
         "## Privacy",
-        _privacy(release, entries),
+        _privacy(entries),
         "## How it was merged",
         _how(release),
     ]
@@ -59,35 +60,29 @@ def merge_card(release: Release, entries: Sequence[Entry], *, materialized: bool
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"))
 
 
-def _what(release: Release, base: str, *, materialized: bool) -> str:
-    parties = [entry["party"] for entry in (release.merge or {})["inputs"]]
-    names = ", ".join(f"**{_escaped(party)}**" for party in parties)
+def _what(base: str, *, materialized: bool) -> str:
     if materialized:
-        opening = f'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")  # {base} merged'
+        opening = 'from transformers import AutoModel\nmodel = AutoModel.from_pretrained("FOLDER")'
         kind = "The full model: the base model with the merged change added to its weights."
     else:
-        opening = f'from peft import PeftModel\nmodel = PeftModel.from_pretrained(base, "FOLDER")  # base: {base}'
+        opening = 'from peft import PeftModel\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
         kind = "One LoRA adapter with exact module names and a scaling of 1."
-    return f"Merged from the adapters of {names} on `{_escaped(base)}`. {kind}\n\n```python\n{opening}\n```"
+    return f"{kind} Base model: {_escaped(base)}.\n\n```python\n{opening}\n```"
 
 
 def _inputs(release: Release, entries: Sequence[Entry]) -> str:
     weights = {entry["party"]: entry["weight"] for entry in (release.merge or {})["inputs"]}
     rows = ["| party | weight | ε | δ | unit | SHA-256 |", "|---|---|---|---|---|---|"]
     for entry in sorted(entries, key=lambda entry: entry.party):
-        epsilon = "not private" if entry.private is False else _cell(entry.epsilon)
-        cells = (_escaped(entry.party), f"{weights[entry.party]:g}", epsilon, _cell(entry.delta), entry.unit or "–")
+        delta = "–" if entry.delta is None else f"{entry.delta:g}"
+        cells = (_escaped(entry.party), f"{weights[entry.party]:g}", entry.claim, delta, _escaped(entry.unit or "–"))
         rows.append(f"| {' | '.join(cells)} | `{entry.sha256}` |")
     return "\n".join(rows)
 
 
-def _privacy(release: Release, entries: Sequence[Entry]) -> str:
+def _privacy(entries: Sequence[Entry]) -> str:
     claims = [f"- {_claim(entry)}" for entry in sorted(entries, key=lambda entry: entry.party)]
-    chosen = (release.merge or {}).get("validation")
-    sentences = [*claims, f"- {POST_PROCESSING}", f"- {OVERLAP}", f"- {UNVERIFIED}"]
-    if chosen:
-        sentences.append(f"- The coefficient was chosen on public validation data of {', '.join(chosen['files'])}.")
-    return "\n".join(sentences)
+    return "\n".join([*claims, f"- {POST_PROCESSING}", f"- {OVERLAP}", f"- {UNVERIFIED}"])
 
 
 def _claim(entry: Entry) -> str:
@@ -113,13 +108,15 @@ def _how(release: Release) -> str:
         f"- Coefficient used on the sum: {record['coefficient']:.6g}",
         f"- Left out by the rank: {record['truncation_error']:.3g} of the merged change, relative",
     ]
+    if record.get("statistics_sha256"):
+        lines.append(f"- Statistics of public texts, SHA-256 `{record['statistics_sha256']}`")
+    for party, file in record.get("validation", {}).get("files", {}).items():
+        lines.append(f"- Measured on public data of {_escaped(party)}, SHA-256 `{file['sha256']}`")
     if record["absent"]:
         lines.append(f"- Taken as 0: {', '.join(map(_escaped, record['absent']))}")
-    return "\n".join([*lines, f"- `{MERGE}` holds all that is needed to merge to the same bytes again."])
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.6g}"
+    return "\n".join(
+        [*lines, f"- `{MERGE}` holds all that is needed to merge the same inputs to the same bytes again."]
+    )
 
 
 def _escaped(text: str) -> str:

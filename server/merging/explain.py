@@ -12,6 +12,7 @@ from dpmerge.server.merging.deltas import Adapter
 from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.merge import Merged
 from dpmerge.server.noise_share import noise_share
+from dpmerge.server.predicted_gap import PredictedGap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class Explanation:
         overlap: Matrix of cosines between the parties' changes; None where `merge` left it out.
         kept: ⟨τ, τ_t⟩ / ‖τ_t‖² with the merged τ: how much of the party's change the merged one holds along it. 0 is
             the base model, 1 the party's own, more than 1 is possible; None for a party that did not move.
+        gaps: Party → predicted growth of its loss; empty without public data to predict it from.
     """
 
     parties: tuple[str, ...]
@@ -32,14 +34,16 @@ class Explanation:
     drift: tuple[float, ...]
     overlap: tuple[tuple[float, ...], ...] | None
     kept: tuple[float | None, ...]
+    gaps: Mapping[str, PredictedGap]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values."""
-        return asdict(self)
+        gaps = {party: asdict(gap) | {"predicted": gap.predicted} for party, gap in self.gaps.items()}
+        return asdict(self) | {"gaps": gaps}
 
 
-def explain(adapters: Sequence[Adapter], merged: Merged) -> Explanation:
-    """Return the diagnostics of a merge of these adapters."""
+def explain(adapters: Sequence[Adapter], merged: Merged, gaps: Mapping[str, PredictedGap] | None = None) -> Explanation:
+    """Return the diagnostics of a merge of these adapters, with the gaps that public data predict."""
     by_party = {adapter.party: adapter for adapter in adapters}
     parties = tuple(merged.info["parties"])
     drift, overlap = merged.info["norms"], merged.info["overlap"]
@@ -50,6 +54,7 @@ def explain(adapters: Sequence[Adapter], merged: Merged) -> Explanation:
         drift=tuple(drift),
         overlap=None if overlap is None else tuple(map(tuple, overlap)),
         kept=tuple(inner / norm**2 if norm else None for inner, norm in zip(along, drift, strict=True)),
+        gaps=gaps or {},
     )
 
 

@@ -5,6 +5,7 @@ module at a time, and lists every mismatch by party with its remedy. What most o
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,7 +19,7 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import ADAPTER
 from dpmerge.server.merging.deltas import Adapter, read_adapter
 
-MAX_NAMED = 8  # modules named in one refusal; the rest is counted
+MAX_NAMED = 8  # names listed in one sentence; the rest is counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,15 @@ class Entry:
     unit: str | None
     statement: Mapping[str, Any]
     non_finite: tuple[str, ...]
+
+    @property
+    def claim(self) -> str:
+        """The stated ε in words, rounded up."""
+        if self.private is None:
+            return "no statement"
+        if not self.private:
+            return "not private"
+        return "not stated" if self.epsilon is None else f"{math.ceil(self.epsilon * 1000) / 1000:g}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with the names of the modules in place of their shapes, and without the statement."""
@@ -161,7 +171,9 @@ def _a_seed(statement: Mapping[str, Any]) -> int | None:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if math.isfinite(value) else None
 
 
 def _refused(party: str, problem: str, fix: str) -> DpmergeError:
@@ -171,10 +183,11 @@ def _refused(party: str, problem: str, fix: str) -> DpmergeError:
 def _usual(values: Mapping[str, Hashable]) -> tuple[Any, str]:
     """Return the commonest value, the first of them if several are, and who has it."""
     value = Counter(values.values()).most_common(1)[0][0]
-    return value, _some([party for party, own in values.items() if own == value])
+    return value, some([party for party, own in values.items() if own == value])
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """List names, the first `MAX_NAMED` of many."""
     rest = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -194,7 +207,7 @@ def _bases(entries: Sequence[Entry]) -> list[DpmergeError]:
     names = {entry.party: entry.base for entry in entries}
     known, having = _usual(hashes) if hashes else ("", "")
     alike = {names[party] for party, own in hashes.items() if own == known} or {_usual(names)[0]} if names else set()
-    called = _some([party for party, name in names.items() if name in alike])
+    called = some([party for party, name in names.items() if name in alike])
     fix = "leave it out, or give an adapter of the same base model"
     refusals = []
     for party, name in names.items():
@@ -226,7 +239,7 @@ def _targets(entries: Sequence[Entry]) -> list[DpmergeError]:
     return [
         _refused(
             entry.party,
-            f"does not adapt {_some(sorted(everything - entry.shapes.keys()))}, which others do",
+            f"does not adapt {some(sorted(everything - entry.shapes.keys()))}, which others do",
             "give --no-strict to take its change there as 0",
         )
         for entry in entries
@@ -263,7 +276,7 @@ def _heads(adapters: Sequence[Adapter]) -> list[DpmergeError]:
             owners.setdefault(head, []).append(adapter.party)
     fix = "merge each party's release once"
     return [
-        _refused(parties[-1], f"brings a head of {head}, and so does {_some(parties[:-1])}", fix)
+        _refused(parties[-1], f"brings a head of {head}, and so does {some(parties[:-1])}", fix)
         for head, parties in owners.items()
         if len(parties) > 1
     ]

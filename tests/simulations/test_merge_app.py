@@ -187,7 +187,7 @@ def test_the_card_says_what_went_in_and_what_privacy_is_claimed(dpmerge, release
     record = json.loads((out / "merge.json").read_text())
     for entry in record["inputs"]:
         assert entry["sha256"] in card.text
-        assert f"{entry['epsilon']:.6g}" in card.text
+    assert "| shop | 1 | 0.227 | 1e-05 | record |" in card.text  # ε = 0.22651… is never rounded down
     assert POST_PROCESSING in card.text
     assert OVERLAP in card.text
     assert "shop (films): ε = " in card.text
@@ -275,7 +275,36 @@ def test_a_coefficient_is_chosen_on_public_files_that_are_named(dpmerge, base, r
     scores = dict(validation["grid"])
     assert len(scores) == 7
     assert scores[validation["coefficient"]] == max(scores.values()) == validation["mean_accuracy"]
-    assert "public validation data of shop" in (tmp_path / "merged" / "README.md").read_text()
+    assert "public data of shop" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_stated_coefficient_is_measured_and_the_gap_predicted(dpmerge, base, releases, tmp_path):
+    public = write_labelled(tmp_path / "public.csv", [("good film", "good"), ("bad film", "bad"), ("fine", "bad")])
+    options = ("--base", base, "--validate", f"shop={public}", "--explain", "--format", "json")
+    _, out, _ = dpmerge(*releases, "--method", "concat", "--coefficient", 0.1, *options)
+    answer = json.loads(out)
+    assert [pair[0] for pair in answer["validation"]["grid"]] == [answer["merge"]["coefficient"]] == [0.1]
+    gap = answer["explanation"]["gaps"]["shop"]
+    assert gap["predicted"] == pytest.approx(gap["slope"] + gap["curvature"] + gap["third_order"])
+    assert gap["predicted"] == pytest.approx(gap["measured"], abs=0.1 * abs(gap["measured"]))
+    _, out, _ = dpmerge(releases[0], "--method", "average", *options)
+    assert json.loads(out)["explanation"]["gaps"]["shop"]["measured"] == pytest.approx(0.0, abs=1e-6)
+    assert json.loads(out)["validation"]["own"] == json.loads(out)["validation"]["accuracy"]
+
+
+def test_statistics_come_from_public_texts_that_are_named(dpmerge, base, pair, tmp_path):
+    (tmp_path / "public.txt").write_text("good film\nbad film\nawful\n")
+    options = [f"--public={folder.name}={tmp_path / 'public.txt'}" for folder in pair]
+    assert dpmerge(*pair, "--method", "regmean", *options, "--out", tmp_path / "merged")[0] == 0
+    assert json.loads((tmp_path / "merged" / "merge.json").read_text())["statistics_sha256"]
+
+
+def test_what_goes_around_a_method_is_recorded(dpmerge, pair, tmp_path):
+    options = ("--method", "ties", "--core", "--robust", "clip", "--layer-scale", "query=.5", "--rank", 2)
+    assert dpmerge(*pair, *options, "--out", tmp_path / "merged")[0] == 0
+    parameters = json.loads((tmp_path / "merged" / "merge.json").read_text())["parameters"]
+    expected = {"core": True, "robust": "clip", "layer_scales": {"query": 0.5}, "rank": 2}
+    assert {key: parameters[key] for key in expected} == expected
 
 
 REFUSED_OPTIONS: dict[str, tuple[list[str], str]] = {
@@ -289,8 +318,18 @@ REFUSED_OPTIONS: dict[str, tuple[list[str], str]] = {
     "density above 1": (["--method", "ties", "--density", "1.5"], "DPM-103: merge.density = 1.5 is outside (0, 1]"),
     "coefficient missing": (["--method", "task-arithmetic"], "DPM-103: merge.coefficient"),
     "parameter of another method": (["--method", "average", "--density", "0.5"], "is no parameter of average"),
-    "validation without a head": (["--method", "concat", "--validate", "shop=x.csv"], "DPM-103: --validate shop=x.csv"),
-    "two ways to a coefficient": (["--coefficient", "1", "--validate", "shop=x.csv"], "DPM-103: --coefficient"),
+    "validation that is not there": (["--method", "concat", "--validate", "shop=x.csv"], "DPM-103: --validate shop"),
+    "a layer factor without a number": (["--layer-scale", "query"], "DPM-103: --layer-scale 'query'"),
+    "unknown robustness": (
+        ["--robust", "trim"],
+        "DPM-103: merge.robust = 'trim' is unknown; choose one of clip, median",
+    ),
+    "statistics missing": (["--method", "regmean"], "DPM-103: regmean needs public texts for library, shop"),
+    "statistics of no use": (["--public", "shop=x.txt"], "DPM-103: --public is for methods that need statistics"),
+    "statistics of one party": (
+        ["--method", "regmean", "--public", "shop=x.txt"],
+        "DPM-103: regmean needs public texts for library; give --public library=FILE",
+    ),
     "another base": (["--materialize", "--base", "no/such/model"], "DPM-204: base model 'no/such/model'"),
 }
 
