@@ -19,7 +19,7 @@ def parties(*, shared: bool = False) -> list[Factors]:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(RANK, IN, generator=generator)
     made = []
-    for scaling in (2.0, 0.5, 1.0):
+    for scaling in (2.0, 0.3, 1.0):
         own = a if shared else torch.randn(RANK, IN, generator=generator)
         made.append(Factors(own, torch.randn(OUT, RANK, generator=generator), scaling))
     return made
