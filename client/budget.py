@@ -1,7 +1,7 @@
 """What the reservations of a ledger cost together, and whether one more fits under a cap.
 
-Every reservation counts in full: released, abandoned or interrupted. Their loss distributions are composed, which also
-covers a party that chose each training after seeing what became of the one before.
+Every reservation counts in full: released, abandoned or interrupted. Their loss distributions are composed. A training
+may depend on earlier releases; that its numbers (σ, q, steps) do not is assumed, as in every composition by PLD.
 """
 
 import math

@@ -78,9 +78,10 @@ def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
 
 
 def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimistic: bool = True) -> float:
-    """Return ε at δ of several trainings on the same records, whatever was made of the earlier ones when later ran.
+    """Return ε at δ of several trainings on the same records; later ones may depend on what earlier ones released.
 
     All loss distributions are composed, so this is less than the sum of the ε's; the secure samplers' errors add up.
+    Only the trainings may depend on each other, not their numbers: σ, q and steps are taken as chosen beforehand.
 
     Args:
         mechanisms: All of one privacy unit; none at all cost nothing.
