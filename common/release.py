@@ -6,7 +6,7 @@ A release is a folder that `peft.PeftModel.from_pretrained` opens as it is, plus
     adapter_model.safetensors  LoRA factors under PEFT's own keys, fp32
     head.safetensors           "<party>.weight" and "<party>.bias"; kind, labels and feature scale in the metadata
     statement.json             the privacy statement; a merged model has merge.json in its place
-    signature.json             arrives later; signs the release's hash
+    signature.json             the signed manifest of all the others, `common/manifest.py`
     README.md                  a model card; a party's upload has none yet
     explain.svg                a picture of what was merged, in a merged model that was asked for one
 
@@ -174,7 +174,7 @@ def release_around(adapter: dict[str, Tensor], files: Mapping[str, bytes], origi
 def release_hash(files: Mapping[str, bytes]) -> str:
     """Name a release by the SHA-256 of the canonical JSON of {file: SHA-256}.
 
-    README.md and its picture are left out (a card may be edited), and so is signature.json (it signs this very hash).
+    README.md and its picture are left out (a card may be edited), and so is signature.json (one content, whoever signs it).
 
     >>> release_hash({"a.json": b"{}", "README.md": b"x"}) == release_hash({"a.json": b"{}"})
     True
