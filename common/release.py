@@ -174,7 +174,8 @@ def release_around(adapter: dict[str, Tensor], files: Mapping[str, bytes], origi
 def release_hash(files: Mapping[str, bytes]) -> str:
     """Name a release by the SHA-256 of the canonical JSON of {file: SHA-256}.
 
-    README.md and its picture are left out (a card may be edited), and so is signature.json (one content, whoever signs it).
+    README.md and its picture are left out (a card may be edited), and so is signature.json (whoever signs it, the
+    content is one).
 
     >>> release_hash({"a.json": b"{}", "README.md": b"x"}) == release_hash({"a.json": b"{}"})
     True
