@@ -130,8 +130,8 @@ def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
 
     It runs from density - h to density + h with h = spread · min(density, 1 - density), so its mean is the density.
 
-    >>> keep_probabilities(torch.tensor([[1.0, -3.0, 2.0]]), 0.5, 0.8).round(decimals=6).tolist()
-    [[0.1, 0.9, 0.5]]
+    >>> keep_probabilities(torch.tensor([[1.0, -3.0, 2.0]]), 0.5, 0.5).tolist()
+    [[0.25, 0.75, 0.5]]
     """
     width = matrix.shape[1]
     half = spread * min(density, 1 - density)

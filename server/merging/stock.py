@@ -36,8 +36,8 @@ def model_stock(modules: Modules, recipe: Recipe) -> Combined:
 def interpolation_ratio(cosine: Tensor) -> float:
     """Return t in [0, 1] from the matrix of cosines [T, T].
 
-    >>> interpolation_ratio(torch.tensor([[1.0, 0.5], [0.5, 1.0]]))
-    0.666...
+    >>> interpolation_ratio(Tensor([[1.0, 0.5], [0.5, 1.0]]))
+    0.6666666666666666
     """
     parties = len(cosine)
     if parties == 1:

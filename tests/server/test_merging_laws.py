@@ -1,6 +1,9 @@
 """Every merge method against every law that it declares, and against those that hold for all, on awkward adapters."""
 
+import doctest
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpmerge.server import merging
 from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.merge import Merged, merge
 from dpmerge.server.merging.registry import LAWS, METHODS, REQUIRED
@@ -266,3 +270,9 @@ def test_a_module_that_a_party_lacks_counts_as_zero(method: str) -> None:
     assert loose.info["absent"] == [f"b: {name}"]
     expected = {key: f.delta() for key, f in run(method, [first, zero], rank=100).modules.items()}
     assert_close(loose, expected)
+
+
+@pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.iter_modules(merging.__path__)))
+def test_examples_in_docstrings_are_true(name: str) -> None:
+    module = importlib.import_module(f"{merging.__name__}.{name}")
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
