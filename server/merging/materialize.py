@@ -88,7 +88,7 @@ def _weight(model: PreTrainedModel, name: str) -> tuple[Tensor, bool]:
     weight = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear | Conv1D) or not isinstance(weight, Tensor) or not weight.is_floating_point():
         fix = "materialize onto the base model in floating point, with plain linear layers"
-        raise DpmergeError("DPM-402", f"{name} of the base model is a {type(module).__name__}", fix)
+        raise DpmergeError("DPM-402", f"{name} of the base model is of class {type(module).__name__}", fix)
     users = [key for key, other in model.named_parameters(remove_duplicate=False) if other is weight]
     if len(users) > 1:
         problem = f"{name} shares its weight with others ({', '.join(users)}), which would be changed too"

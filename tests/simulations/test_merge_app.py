@@ -20,6 +20,8 @@ from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import load_base
 from dpmerge.common.release import Head, Release, read_release, write_release
 from dpmerge.common.statement import build_statement
+from dpmerge.server import coefficient
+from dpmerge.server.evaluate import Accuracy, TaskScores
 from dpmerge.server.merging.card import OVERLAP, POST_PROCESSING
 from dpmerge.server.merging.deltas import read_adapter
 from dpmerge.server.merging.registry import METHODS
@@ -276,6 +278,21 @@ def test_a_coefficient_is_chosen_on_public_files_that_are_named(dpmerge, base, r
     assert len(scores) == 7
     assert scores[validation["coefficient"]] == max(scores.values()) == validation["mean_accuracy"]
     assert "public data of shop" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_the_best_mean_wins_and_the_smallest_of_equals(dpmerge, base, releases, tmp_path, monkeypatch):
+    means = [0.5, 0.75, 0.25, 0.75, 0.5, 0.5, 0.5]
+
+    def measured(_base, _first, tasks, adapters, _merged, *, max_length):
+        scores = {name: Accuracy.of(int(4 * mean), 4) for name, mean in zip(adapters, [*means, 1.0], strict=True)}
+        return {party: TaskScores(scores["grid-0"], scores, scores["grid-0"]) for party in tasks}
+
+    monkeypatch.setattr(coefficient, "evaluate", measured)
+    public = write_labelled(tmp_path / "public.csv", [("good film", "good")])
+    options = ("--method", "concat", "--base", base, "--validate", f"shop={public}", "--format", "json")
+    _, out, _ = dpmerge(*releases, *options, "--out", tmp_path / "merged")
+    validation = json.loads(out)["validation"]
+    assert (validation["coefficient"], validation["mean_accuracy"], validation["own"]) == (0.4, 0.75, {"shop": 1.0})
 
 
 def test_a_stated_coefficient_is_measured_and_the_gap_predicted(dpmerge, base, releases, tmp_path):
