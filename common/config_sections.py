@@ -296,6 +296,9 @@ class MergeSettings:
     robust: Robust | None = field(
         default=None, metadata=_meta(choice(*get_args(Robust)), "Bound the influence of one party.", "clip")
     )
+    denoise: bool = field(
+        default=False, metadata=_meta(FLAG, "Let related parties' changes predict each other's signal first.", True)
+    )
     layer_scales: Mapping[str, float] | None = field(
         default=None, metadata=_meta(SCALES, "Factors on merged modules, by the end of their names.", {"query": 0.5})
     )

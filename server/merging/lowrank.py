@@ -99,6 +99,14 @@ def thin_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
     return q, r
 
 
+def singular_values(item: Factors) -> Tensor:
+    """Return the singular values of τ, largest first, in float64 [rank, or the smaller side of the matrix if less]."""
+    _, r_b = thin_qr(item.b * item.scaling)
+    _, r_a = thin_qr(item.a.T)
+    values: Tensor = torch.linalg.svdvals(r_b @ r_a.T)
+    return values
+
+
 def truncate(item: Factors, rank: int) -> tuple[Factors, float]:
     """Return the best approximation of a weight change at a lower rank, and the Frobenius norm of what it loses.
 

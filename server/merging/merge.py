@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from typing import Any, get_args
 
@@ -16,9 +16,10 @@ from dpmerge.server.merging.deltas import Adapter, Factors, Modules, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.least_squares import statistics_hash
 from dpmerge.server.merging.lowrank import total_norm
+from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
-from dpmerge.server.merging.wrappers import bounded, in_core, party_norms, scale_layers
+from dpmerge.server.merging.wrappers import bounded, denoised, in_core, party_norms, scale_layers
 
 LARGEST = sys.float_info.max
 SMALLEST = sys.float_info.min
@@ -31,7 +32,17 @@ RANGES = {
     "outliers": (0.0, 1.0 - sys.float_info.epsilon, "is outside [0, 1)", "state a small share such as 0.01"),
     "off_diagonal": (0.0, 1.0, "is outside [0, 1]", "state a share such as 0.9"),
 }
-RECORDED = ("method", "parameters", "coefficient", "robust", "statistics_sha256", "truncation_error", "absent")
+RECORDED = (
+    "method",
+    "parameters",
+    "coefficient",
+    "factors",
+    "noise",
+    "robust",
+    "statistics_sha256",
+    "truncation_error",
+    "absent",
+)
 MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
 
 
@@ -44,7 +55,9 @@ class Merged:
         info: JSON values: `method`, `parameters`, `parties`, `weights`, `coefficient` (used), `norms` (‖τ_t‖ per
             party), `overlap` (matrix of cosines, or None above 64 parties), `norm`, `rank` (largest),
             `truncation_error` (relative, over the whole model), `absent` ("party: module" taken as 0), `robust` (what
-            bounding a party's influence did, or None), `statistics_sha256` (of public statistics, or None).
+            bounding a party's influence did, or None), `statistics_sha256` (of public statistics, or None), `noise`
+            (per party `share`, `num_coordinates` and `origin`, or None where nobody asked), `factors` (one per party,
+            where the method chose them, or None).
     """
 
     modules: dict[str, Factors]
@@ -67,6 +80,7 @@ def merge(
     rank: int | None = None,
     core: bool = False,
     robust: Robust | None = None,
+    denoise: bool = False,
     layer_scales: Mapping[str, float] | None = None,
     statistics: Mapping[str, Mapping[str, Tensor]] | None = None,
     seed: int = 0,
@@ -91,6 +105,8 @@ def merge(
         core: Apply the method to coordinates in the adapters' shared bases; see `wrappers.in_core`.
         robust: Bound one party's influence: "clip" shortens every whole change to the median length, "median" replaces
             the weights of a linear method by the geometric median's, which needs three parties to resist one.
+        denoise: Give the method, in place of every party's change, the best linear prediction of its signal from all
+            parties' changes; see `wrappers.denoised`.
         layer_scales: Pattern of module names, as in PEFT's `rank_pattern` → factor on the merged change there.
         statistics: What `regmean` and `fisher` need; see `statistics.public_statistics`.
         seed: Of random masks.
@@ -119,17 +135,32 @@ def merge(
     }
     parameters = _parameters(row, given)
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
+    _check_wrappers(row, core, robust, denoise, statistics)
+    noise = tuple(noise_of(adapter) for adapter in adapters) if row.noise or denoise else ()
     recipe = Recipe(
-        parties=parties, weights=_weights(parties, weights), statistics=statistics or {}, seed=seed, **chosen
+        parties=parties,
+        weights=_weights(parties, weights),
+        statistics=statistics or {},
+        noise=noise,
+        seed=seed,
+        **chosen,
     )
-    _check_wrappers(row, core, robust, statistics)
     inputs, used, account = bounded(modules, recipe, robust) if robust else (modules, recipe, None)
+    if denoise:
+        inputs = denoised(inputs, noise)
     if core:
         combined = in_core(row.function, inputs, used, whole_model=row.whole_model)
     else:
         combined = row.function(inputs, used)
     combined = scale_layers(combined, layer_scales or {})
-    stated = {"core": core, "robust": robust, "layer_scales": dict(layer_scales or {}), "seed": seed, "strict": strict}
+    stated = {
+        "core": core,
+        "robust": robust,
+        "denoise": denoise,
+        "layer_scales": dict(layer_scales or {}),
+        "seed": seed,
+        "strict": strict,
+    }
     info = {
         "method": method,
         "parameters": parameters | stated,
@@ -138,6 +169,8 @@ def merge(
         "absent": absent,
         "robust": account,
         "statistics_sha256": statistics_hash(statistics) if statistics else None,
+        "noise": [asdict(each) for each in noise] or None,
+        "factors": combined.factors,
     }
     return Merged(combined.modules, info | _measures(modules, len(parties), combined))
 
@@ -195,7 +228,9 @@ def _parameters(row: MergeMethod, given: Mapping[str, float | str | None]) -> di
     return chosen
 
 
-def _check_wrappers(row: MergeMethod, core: bool, robust: str | None, statistics: object) -> None:
+def _check_wrappers(row: MergeMethod, core: bool, robust: str | None, denoise: bool, statistics: object) -> None:
+    if denoise and row.noise:
+        raise _refused("denoise", denoise, f"is no choice for {row.name}, which uses the noise itself", "leave it out")
     if robust is not None and robust not in get_args(Robust):
         raise _refused("robust", robust, "is unknown", f"choose one of {', '.join(get_args(Robust))}")
     if robust == "median" and row.family != "linear":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpmerge.common.config_sections import Semantics
 from dpmerge.server.merging.deltas import Factors, Modules
+from dpmerge.server.merging.noise import Noise
 
 SEMANTICS = get_args(Semantics)
 
@@ -32,6 +33,7 @@ class Recipe:
         outliers: Share of the largest entries that `breadcrumbs` drops, in [0, 1).
         off_diagonal: What `regmean` keeps of Gram matrices outside their diagonals, in [0, 1].
         statistics: Party → module → what public data say of it, where the row needs it; may be lazy.
+        noise: How much of each party's change is noise, where the row asks for it.
         rank: Rank of the result, or None for the lowest exact one.
         seed: Of random masks.
     """
@@ -47,6 +49,7 @@ class Recipe:
     outliers: float = 0.01
     off_diagonal: float = 0.9
     statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    noise: tuple[Noise, ...] = ()
     rank: int | None = None
     seed: int = 0
 
@@ -64,11 +67,13 @@ class Combined:
         modules: Factors with scaling 1, per module.
         coefficient: The factor that was used on the weighted sum, where a method has one.
         lost: Frobenius norm of what the rank left out, per module.
+        factors: One factor per party, where the method chose them; None otherwise.
     """
 
     modules: dict[str, Factors]
     coefficient: float
     lost: dict[str, float] = field(default_factory=dict)
+    factors: tuple[float, ...] | None = None
 
 
 Method = Callable[[Modules, Recipe], Combined]

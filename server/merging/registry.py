@@ -41,6 +41,7 @@ class MergeMethod:
         most: Largest number of parties, or None for any.
         statistics: Kind of `public_statistics` that it needs, or None.
         whole_model: It looks at all modules at once (a threshold, a norm), not at one after the other.
+        noise: It asks how much of every adapter is noise.
     """
 
     name: str
@@ -54,6 +55,7 @@ class MergeMethod:
     most: int | None = None
     statistics: Literal["gram", "fisher"] | None = None
     whole_model: bool = False
+    noise: bool = False
 
 
 REQUIRED = "required"
@@ -253,12 +255,13 @@ METHODS = {
         MergeMethod(
             name="geometry",
             family="geometry",
-            summary="A sum as long as the parties' changes are on average.",
+            summary="A sum in which every party's change acts as fully as the others, and the noise, allow.",
             source="-",
             function=geometry,
             laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
             parameters={"coefficient": None, "rank": None},
             whole_model=True,
+            noise=True,
         ),
     )
 }

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -13,9 +13,10 @@ from torch import Tensor
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
-from dpmerge.server.merging.geometry import overlaps
+from dpmerge.server.merging.geometry import borrowed, overlaps, split
 from dpmerge.server.merging.linear import shares
-from dpmerge.server.merging.lowrank import gram
+from dpmerge.server.merging.lowrank import gram, weighted_sum
+from dpmerge.server.merging.noise import Noise
 from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
 from dpmerge.server.merging.subspace import stacked_bases
 
@@ -78,7 +79,7 @@ def clipped(modules: Modules) -> tuple[Modules, dict[str, Any]]:
     moved = [norm for norm in norms if norm > 0]
     bound = median_low(moved) if moved else 0.0
     factors = [bound / norm if norm > bound else 1.0 for norm in norms]
-    return _Scaled(modules, factors), {"rule": "clip", "bound": bound, "factors": factors}
+    return _Made(modules, lambda items: _scaled(items, factors)), {"rule": "clip", "bound": bound, "factors": factors}
 
 
 def median_weights(inner: Tensor, weights: Sequence[float]) -> list[float]:
@@ -124,6 +125,20 @@ def bounded(modules: Modules, recipe: Recipe, robust: Robust) -> tuple[Modules, 
     return modules, replace(recipe, weights=tuple(weights)), {"rule": "median", "weights": weights}
 
 
+def denoised(modules: Modules, noise: Sequence[Noise]) -> Modules:
+    """Return, in place of every party's change, the best linear prediction of its signal from all parties' changes.
+
+    Related parties borrow from each other as far as their signals are alike and their noise is not; see
+    `geometry.borrowed`. Without noise nothing changes.
+
+    Args:
+        modules: What to merge.
+        noise: How much of each party's change is noise.
+    """
+    rows = borrowed(*split(overlaps(modules).cpu(), noise)).tolist()
+    return _Made(modules, lambda items: tuple(weighted_sum(items, row) for row in rows))
+
+
 def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     """Multiply merged modules by factors.
 
@@ -145,21 +160,24 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     return replace(combined, modules=merged, lost=lost)
 
 
-class _Scaled(Mapping[str, tuple[Factors, ...]]):
-    """Modules with every party's change times a factor of its own, made as they are read."""
+class _Made(Mapping[str, tuple[Factors, ...]]):
+    """Modules whose factors are made from others as they are read."""
 
-    def __init__(self, modules: Modules, factors: Sequence[float]) -> None:
-        self._modules, self._factors = modules, factors
+    def __init__(self, modules: Modules, make: Callable[[tuple[Factors, ...]], tuple[Factors, ...]]) -> None:
+        self._modules, self._make = modules, make
 
     def __getitem__(self, name: str) -> tuple[Factors, ...]:
-        pairs = zip(self._modules[name], self._factors, strict=True)
-        return tuple(replace(item, scaling=item.scaling * factor) for item, factor in pairs)
+        return self._make(self._modules[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)
 
     def __len__(self) -> int:
         return len(self._modules)
+
+
+def _scaled(factors: tuple[Factors, ...], by: Sequence[float]) -> tuple[Factors, ...]:
+    return tuple(replace(item, scaling=item.scaling * factor) for item, factor in zip(factors, by, strict=True))
 
 
 def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:

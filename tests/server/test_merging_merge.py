@@ -17,7 +17,7 @@ from dpmerge.common.config_sections import MERGE_PARAMETERS
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import Head, Release, read_release, release_hash, to_files, write_release
 from dpmerge.server.merging.deltas import Adapter, Factors, adapter_from_files, lora_factors, read_adapter
-from dpmerge.server.merging.geometry import cosines, norm_preserving
+from dpmerge.server.merging.geometry import cosines
 from dpmerge.server.merging.merge import MAX_OVERLAP_PARTIES, as_release, merge
 from dpmerge.server.merging.registry import METHODS
 
@@ -179,45 +179,6 @@ def test_independent_a_has_no_cross_terms() -> None:
     expected = 0.7 * (2 * x.modules["m"].delta() - y.modules["m"].delta())
     torch.testing.assert_close(merged.modules["m"].delta(), expected, rtol=1e-5, atol=1e-5)
     assert merged.modules["m"].rank == 8
-
-
-def test_geometry_keeps_the_mean_length() -> None:
-    x, y = pair(shared=False)
-    info = merge([x, y], method="geometry").info
-    assert info["norm"] == pytest.approx(sum(info["norms"]) / 2, rel=1e-6)
-    assert 0.5 < info["coefficient"] < 1
-    deltas = [item.modules["m"].delta().double().flatten() for item in (x, y)]
-    assert info["norms"] == pytest.approx([float(delta.norm()) for delta in deltas], rel=1e-6)
-    cosine = float(torch.dot(*deltas) / (deltas[0].norm() * deltas[1].norm()))
-    assert info["overlap"][0][1] == pytest.approx(cosine, abs=1e-7)
-    assert merge([x, y], method="geometry", coefficient=0.3).info["coefficient"] == 0.3
-
-
-@pytest.mark.parametrize(
-    ("inner", "expected"),
-    [
-        (torch.ones(4, 4), 1 / 4),  # identical
-        (torch.eye(4), 1 / 2),  # orthogonal: 1/√4
-        (torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), 1.0),  # antipodal: the sum is zero whatever the factor
-        (torch.tensor([[1.0, -0.9], [-0.9, 1.0]]), 1.0),  # clipped
-        (torch.zeros(3, 3), 1 / 3),  # nobody moved
-        (torch.diag(torch.tensor([1.0, 0.0])), 1 / 2),
-    ],
-)
-def test_coefficient_in_limiting_cases(inner: Tensor, expected: float) -> None:
-    assert norm_preserving(inner.double(), [1.0] * len(inner)) == pytest.approx(expected)
-
-
-def test_geometry_of_orthogonal_adapters_is_one_over_root_t() -> None:
-    adapters = []
-    for index, party in enumerate("abcd"):
-        b = torch.zeros(8, 1)
-        b[index] = 1.0
-        modules = {"m": Factors(torch.ones(1, 3), b)}
-        adapters.append(Adapter(party, modules, {"base_model_name_or_path": "tiny"}, party))
-    info = merge(adapters, method="geometry").info
-    assert info["coefficient"] == pytest.approx(1 / math.sqrt(4))
-    assert torch.tensor(info["overlap"]).allclose(torch.eye(4))
 
 
 def test_cosines_of_what_did_not_move() -> None:
