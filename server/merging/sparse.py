@@ -1,12 +1,13 @@
 """Element-wise methods on the full weight change: TIES in its three published forms, DARE, DELLA and Breadcrumbs.
 
-A module's matrices are built one at a time and dropped again, so memory is a few matrices of one module however many
-parties and modules there are. The merged matrix goes back to factors; what the rank leaves out is reported.
+A module's matrices are built a few rows at a time, of all parties, and dropped again: memory is the merged matrix and
+the factors of one module, and what is worked on stays in the processor's cache. The merged matrix goes back to factors;
+what the rank leaves out is reported.
 """
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,8 +17,14 @@ from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import factorise
 from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 
-Sparsify = Callable[[str, int, Tensor], Tensor]
-"""(module, index of the party, its full matrix) → the matrix with entries dropped."""
+Cut = Callable[[Tensor], Tensor]
+"""Rows of a party's full matrix → the same with entries dropped; is given all rows once, in order."""
+
+Sparsify = Callable[[str, int, Factors], Cut]
+"""(module, index of the party, its factors) → what drops entries there."""
+
+STRIP = 1 << 17
+"""Entries of a full matrix that are built at a time."""
 
 
 def ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -36,8 +43,12 @@ def ties(modules: Modules, recipe: Recipe) -> Combined:
     """
     if recipe.semantics == "paper":
         thresholds = _thresholds(modules, len(recipe.weights), recipe.density)
-        return _elementwise(modules, recipe, lambda _, t, delta: torch.where(delta.abs() >= thresholds[t], delta, 0.0))
-    return _elementwise(modules, recipe, lambda _, t, delta: trim(delta, recipe.density))
+        return _elementwise(modules, recipe, lambda _, t, __: _at_least(thresholds[t]))
+
+    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        return factorise(trimmed_mean(factors, recipe).mul_(recipe.factor), result_rank(factors, recipe))
+
+    return per_module(modules, rule, recipe.factor)
 
 
 def dare(modules: Modules, recipe: Recipe) -> Combined:
@@ -45,7 +56,7 @@ def dare(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 3.1. Deviations: none.
     """
-    return _summed(modules, recipe, lambda name, t, delta: _sampled(name, t, delta, recipe.density, recipe))
+    return _summed(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe.density, recipe))
 
 
 def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -53,7 +64,7 @@ def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 4.1. Deviations: none.
     """
-    return _elementwise(modules, recipe, lambda name, t, delta: _sampled(name, t, delta, recipe.density, recipe))
+    return _elementwise(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe.density, recipe))
 
 
 def della(modules: Modules, recipe: Recipe) -> Combined:
@@ -63,10 +74,10 @@ def della(modules: Modules, recipe: Recipe) -> Combined:
     stated as a share of the room around the density, so that none can leave [0, 1]; see `keep_probabilities`.
     """
 
-    def sparsify(name: str, t: int, delta: Tensor) -> Tensor:
-        return _sampled(name, t, delta, keep_probabilities(delta, recipe.density, recipe.spread), recipe)
+    def chances(rows: Tensor) -> Tensor:
+        return keep_probabilities(rows, recipe.density, recipe.spread)
 
-    return _elementwise(modules, recipe, sparsify)
+    return _elementwise(modules, recipe, lambda name, t, _: _sampled(name, t, chances, recipe))
 
 
 def breadcrumbs(modules: Modules, recipe: Recipe) -> Combined:
@@ -75,38 +86,45 @@ def breadcrumbs(modules: Modules, recipe: Recipe) -> Combined:
     References: arXiv 2312.06795, section 3.2; mergekit's `magnitude_outliers`. Deviations: at least one entry is kept,
     and where no outlier is dropped none of the others is either (mergekit returns zeros when int(outliers · n) = 0).
     """
-    return _summed(modules, recipe, lambda _, __, delta: middle(delta, recipe.density, recipe.outliers))
+
+    def sparsify(_: str, __: int, item: Factors) -> Cut:
+        rows = iter(torch.split(middle(item.delta(), recipe.density, recipe.outliers), rows_at_once(item)))
+        return lambda _: next(rows)
+
+    return _summed(modules, recipe, sparsify)
 
 
-def elected_mean(matrices: Callable[[], Iterable[Tensor]], recipe: Recipe) -> Tensor:
+def elected_mean(matrices: Sequence[Tensor], recipe: Recipe) -> Tensor:
     """Elect a sign per entry and average the entries that agree with it.
 
     Args:
-        matrices: Yields every party's sparse matrix, in order; called twice, so that one matrix at a time is enough.
+        matrices: Every party's sparse matrix, or the same rows of it.
         recipe: Weights and semantics, as in `ties`.
     """
     weights = _weights(recipe)
     votes = weights if recipe.semantics == "mergekit" else [1.0] * len(weights)
-    ballot = total_of(vote * matrix for vote, matrix in zip(votes, matrices(), strict=True))
+    ballot = total_of(vote * matrix for vote, matrix in zip(votes, matrices, strict=True))
     elected = torch.sign(ballot) if recipe.semantics == "paper" else torch.where(ballot >= 0, 1.0, -1.0)
     total, divisor = torch.zeros_like(ballot), torch.zeros_like(ballot)
-    for weight, vote, matrix in zip(weights, votes, matrices(), strict=True):
+    for weight, vote, matrix in zip(weights, votes, matrices, strict=True):
         agrees = (torch.sign(vote * matrix) == elected) & (matrix != 0)
         total += torch.where(agrees, weight * matrix, 0.0)
         divisor += torch.where(agrees, vote, 0.0)
     return total / torch.where(divisor == 0, 1.0, divisor)
 
 
-def trim(matrix: Tensor, density: float) -> Tensor:
-    """Keep the share `density` of the entries, largest magnitudes first, and at least one.
+def trimmed_mean(factors: Sequence[Factors], recipe: Recipe) -> Tensor:
+    """Trim every party's matrix by itself, elect signs and average what agrees: TIES of one module, [out, in].
 
-    >>> trim(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.5)
+    Entries equal to the last that is kept are kept too; so at least one is.
+
+    >>> item = Factors(torch.eye(2), torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
+    >>> trimmed_mean([item], Recipe(parties=("shop",), weights=(1.0,), density=0.5))
     tensor([[ 0., -3.],
             [ 2.,  0.]])
     """
-    count = max(1, int(density * matrix.numel()))
-    kept = matrix.abs().flatten().topk(count).indices
-    return torch.zeros_like(matrix).flatten().index_copy_(0, kept, matrix.flatten()[kept]).view_as(matrix)
+    cuts = [_at_least(*_thresholds({"": (item,)}, 1, recipe.density)) for item in factors]
+    return _by_strips(factors, cuts, lambda parts: elected_mean(parts, recipe))
 
 
 def middle(matrix: Tensor, density: float, outliers: float) -> Tensor:
@@ -140,24 +158,44 @@ def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
     return torch.empty_like(matrix).scatter_(1, order, steps.expand_as(matrix))
 
 
+def strips(item: Factors) -> Iterator[Tensor]:
+    """Yield the full weight change in fp32, a few rows at a time: the same rows, so the same bits, each time."""
+    a, b = item.a.float(), item.b.float() * item.scaling
+    return (rows @ a for rows in torch.split(b, rows_at_once(item)))
+
+
+def rows_at_once(item: Factors) -> int:
+    """Return how many rows a strip has."""
+    return max(1, STRIP // item.shape[1])
+
+
 def _summed(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
+    def combine(parts: list[Tensor]) -> Tensor:
+        return total_of(recipe.factor * weight * part for weight, part in zip(recipe.weights, parts, strict=True))
+
     def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        total = torch.zeros(factors[0].shape)
-        for t, item in enumerate(factors):
-            total += recipe.factor * recipe.weights[t] * sparsify(name, t, item.delta())
-        return factorise(total, result_rank(factors, recipe))
+        cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
+        return factorise(_by_strips(factors, cuts, combine), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
 
 
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
     def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        def matrices() -> Iterable[Tensor]:
-            return (sparsify(name, t, item.delta()) for t, item in enumerate(factors))
-
-        return factorise(recipe.factor * elected_mean(matrices, recipe), result_rank(factors, recipe))
+        cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
+        merged = _by_strips(factors, cuts, lambda parts: recipe.factor * elected_mean(parts, recipe))
+        return factorise(merged, result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
+
+
+def _by_strips(factors: Sequence[Factors], cuts: Sequence[Cut], combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    """Return the merged matrix: of a few rows of every party's, with entries dropped, the same rows merged."""
+    merged = torch.empty(factors[0].shape, device=factors[0].device)
+    rows = torch.split(merged, rows_at_once(factors[0]))
+    for target, parts in zip(rows, zip(*map(strips, factors), strict=True), strict=True):
+        target.copy_(combine([cut(part) for cut, part in zip(cuts, parts, strict=True)]))
+    return merged
 
 
 def result_rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:
@@ -190,25 +228,30 @@ def _thresholds(modules: Modules, num_parties: int, density: float) -> list[floa
     Non-negative floats order as their bit patterns do, so two counting passes (upper, then lower 16 bits) select the
     k-th largest exactly, without holding more than one module's matrix.
     """
-    size = 0
+    size = sum(math.prod(factors[0].shape) for factors in modules.values())
     upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64)
     for factors in modules.values():
-        size += math.prod(factors[0].shape)
         for counts, item in zip(upper, factors, strict=True):
-            counts += torch.bincount(_bits(item) >> 16, minlength=1 << 16).cpu()
+            for rows in strips(item):
+                counts += torch.bincount(_bits(rows) >> 16, minlength=1 << 16).cpu()
     buckets = [_kth_largest(counts, max(1, int(density * size))) for counts in upper]
     for factors in modules.values():
         for counts, item, (bucket, _) in zip(lower, factors, buckets, strict=True):
-            bits = _bits(item)
-            counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16).cpu()
+            for rows in strips(item):
+                bits = _bits(rows)
+                counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16).cpu()
     words = [
         (bucket << 16) | _kth_largest(counts, place)[0] for counts, (bucket, place) in zip(lower, buckets, strict=True)
     ]
     return torch.tensor(words, dtype=torch.int32).view(torch.float32).tolist()
 
 
-def _bits(factors: Factors) -> Tensor:
-    return factors.delta().abs().view(torch.int32).flatten()
+def _at_least(threshold: float) -> Cut:
+    return lambda rows: torch.where(rows.abs() >= threshold, rows, 0.0)
+
+
+def _bits(rows: Tensor) -> Tensor:
+    return rows.abs().view(torch.int32).flatten()
 
 
 def _kth_largest(counts: Tensor, k: int) -> tuple[int, int]:
@@ -218,10 +261,14 @@ def _kth_largest(counts: Tensor, k: int) -> tuple[int, int]:
     return len(counts) - 1 - index, k - int(above[index] - counts.flip(0)[index])
 
 
-def _sampled(name: str, party: int, delta: Tensor, keep: Tensor | float, recipe: Recipe) -> Tensor:
+def _sampled(name: str, party: int, keep: Callable[[Tensor], Tensor | float], recipe: Recipe) -> Cut:
     """Keep entries with a probability, rescaled; the mask depends on seed, module and party's name only."""
     word = hashlib.sha256(f"{recipe.seed}|{name}|{recipe.parties[party]}".encode()).digest()[:8]
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(word, "little") >> 1)
-    chances = torch.rand(delta.shape, generator=generator, device="cpu").to(delta.device)  # one mask on every device
-    kept = chances < keep
-    return torch.where(kept, delta / keep, 0.0)
+
+    def cut(rows: Tensor) -> Tensor:
+        chance = torch.rand(rows.shape, generator=generator, device="cpu").to(rows.device)  # one mask on every device
+        kept = keep(rows)
+        return torch.where(chance < kept, rows / kept, 0.0)
+
+    return cut

@@ -1,11 +1,12 @@
 """Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, and least squares on row spaces.
 
 All of them work on cores: coordinates in orthonormal bases Q_B, Q_A of the stacked factors, τ_t = Q_B M_t Q_Aᵀ. They
-are exact, and at most (T·r)² numbers in float64. Nothing of size [out, in] is built. Directions whose singular value is
-rounding error are left out: they are no part of any party's change, and their vectors are arbitrary.
+are exact, and at most (T·r)² numbers in float64, or the full matrix's where T·r exceeds its sides. A party's M_t stays
+two thin factors. Directions whose singular value is rounding error are left out: they are no part of any party's
+change, and their vectors are arbitrary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import thin_qr, truncate
 from dpmerge.server.merging.recipe import Combined, Recipe, per_module
-from dpmerge.server.merging.sparse import elected_mean, trim
+from dpmerge.server.merging.sparse import trimmed_mean
 
 RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
 
@@ -26,12 +27,18 @@ class Core:
     Attributes:
         q_b: Orthonormal columns [out, k].
         q_a: Orthonormal columns [in, l].
-        parts: M_t, each [k, l].
+        lefts: Thin factors of the parties' coordinates, M_t = left_t right_tᵀ, each [k, r_t].
+        rights: Each [l, r_t].
     """
 
     q_b: Tensor
     q_a: Tensor
-    parts: tuple[Tensor, ...]
+    lefts: tuple[Tensor, ...]
+    rights: tuple[Tensor, ...]
+
+    def total(self) -> Tensor:
+        """Return Σ M_t, [k, l]."""
+        return torch.cat(self.lefts, 1) @ torch.cat(self.rights, 1).T
 
     def lift(self, core: Tensor, rank: int | None) -> tuple[Factors, float]:
         """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost."""
@@ -48,17 +55,16 @@ def core_of(factors: Sequence[Factors], weights: Sequence[float]) -> Core:
     """
     (q_b, r_b), (q_a, r_a) = stacked_bases(factors, weights)
     ranks = [item.rank for item in factors]
-    pairs = zip(torch.split(r_b, ranks, 1), torch.split(r_a, ranks, 1), strict=True)
-    return Core(q_b, q_a, tuple(left @ right.T for left, right in pairs))
+    return Core(q_b, q_a, tuple(torch.split(r_b, ranks, 1)), tuple(torch.split(r_a, ranks, 1)))
 
 
 def stacked_bases(
     factors: Sequence[Factors], weights: Sequence[float]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64."""
-    b = torch.cat([item.b.double() * (item.scaling * w) for item, w in zip(factors, weights, strict=True)], 1)
-    a = torch.cat([item.a for item in factors]).double()
-    return _basis(b), _basis(a.T)
+    ranks = [item.rank for item in factors]
+    scaled = (item.b.double() * (item.scaling * weight) for item, weight in zip(factors, weights, strict=True))
+    return _basis(_side_by_side(scaled, ranks)), _basis(_side_by_side((item.a.T for item in factors), ranks))
 
 
 def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,6 +78,13 @@ def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return u[:, :count], s[:count], vh[:count].T
 
 
+def thin_support(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `support` of left rightᵀ without making that product: by QR of its thin factors."""
+    (q_left, r_left), (q_right, r_right) = thin_qr(left), thin_qr(right)
+    u, s, v = support(r_left @ r_right.T)
+    return q_left @ u, s, q_right @ v
+
+
 def iso_c(modules: Modules, recipe: Recipe) -> Combined:
     """Flatten the spectrum of the weighted sum: all its singular values become their mean.
 
@@ -80,7 +93,7 @@ def iso_c(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def rule(core: Core) -> Tensor:
-        u, s, v = support(_sum(core.parts))
+        u, s, v = support(core.total())
         return _mean(s) * u @ v.T
 
     return _in_core(modules, recipe, rule, recipe.weights)
@@ -96,13 +109,13 @@ def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def rule(core: Core) -> Tensor:
-        u, s, v = support(_sum(core.parts))
+        u, s, v = support(core.total())
         common = max(1, round(recipe.common_share * len(s)))
-        own = (len(s) - common) // len(core.parts)
+        own = (len(s) - common) // len(core.lefts)
         lefts, values, rights = [u[:, :common]], [s[:common]], [v[:, :common]]
-        for part in core.parts if own else ():
-            outside = part - lefts[0] @ (lefts[0].T @ part)
-            left, value, right = support(outside)
+        for part_left, part_right in zip(core.lefts, core.rights, strict=True) if own else ():
+            outside = part_left - lefts[0] @ (lefts[0].T @ part_left)
+            left, value, right = thin_support(outside, part_right)
             lefts.append(left[:, :own])
             values.append(value[:own])
             rights.append(right[:, :own])
@@ -121,8 +134,8 @@ def tsv(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def rule(core: Core) -> Tensor:
-        share = max(1, min(len(core.q_b), len(core.q_a)) // len(core.parts))
-        lefts, values, rights = zip(*(support(part) for part in core.parts), strict=True)
+        share = max(1, min(len(core.q_b), len(core.q_a)) // len(core.lefts))
+        lefts, values, rights = zip(*map(thin_support, core.lefts, core.rights), strict=True)
         left = orthonormal(torch.cat([u[:, :share] for u in lefts], 1))
         right = orthonormal(torch.cat([v[:, :share] for v in rights], 1))
         return (left * torch.cat([s[:share] for s in values])) @ right.T
@@ -138,7 +151,7 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         left, values, rights = joint_svd(factors)
-        right = elected_mean([trim(part, recipe.density) for part in rights].copy, recipe)
+        right = trimmed_mean(rights, recipe).double()
         item = Factors(values[:, None] * right * recipe.factor, left)
         kept, lost = truncate(item, recipe.rank or item.rank)
         return Factors(kept.a.float(), kept.b.float()), lost
@@ -146,18 +159,19 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
     return per_module(modules, rule, recipe.factor)
 
 
-def joint_svd(factors: Sequence[Factors]) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return U [out, k], S [k] and every party's V_tᵀ [k, in] with τ_t = U S V_tᵀ, in float64.
+def joint_svd(factors: Sequence[Factors]) -> tuple[Tensor, Tensor, tuple[Factors, ...]]:
+    """Return U [out, k], S [k] and every party's V_tᵀ [k, in] as thin factors, with τ_t = U S V_tᵀ, in float64.
 
     The SVD of [τ_1 … τ_T] without that matrix: QR of the stacked b's and of each a leaves a core of [Σ r, Σ r].
     """
     bases = [thin_qr(item.a.T) for item in factors]
-    q_b, r_b = thin_qr(torch.cat([item.b.double() * item.scaling for item in factors], 1))
-    lefts = torch.split(r_b, [item.rank for item in factors], 1)
+    ranks = [item.rank for item in factors]
+    q_b, r_b = thin_qr(_side_by_side((item.b.double() * item.scaling for item in factors), ranks))
+    lefts = torch.split(r_b, ranks, 1)
     joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
     u, s, v = support(joint, least=1)
     parts = torch.split(v, [len(r_a) for _, r_a in bases])
-    return q_b @ u, s, [(q_a @ part).T for (q_a, _), part in zip(bases, parts, strict=True)]
+    return q_b @ u, s, tuple(Factors(q_a.T, part.T) for (q_a, _), part in zip(bases, parts, strict=True))
 
 
 def wudi(modules: Modules, recipe: Recipe) -> Combined:
@@ -171,11 +185,18 @@ def wudi(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def rule(core: Core) -> Tensor:
-        grams = [part.T @ part / part.square().sum().clamp(min=torch.finfo(torch.float64).tiny) for part in core.parts]
-        values, vectors = torch.linalg.eigh(_sum(grams))
+        # G_t = right_t K_t right_tᵀ and M_t G_t = left_t (right_tᵀ right_t) K_t right_tᵀ, with K_t of rank r_t
+        inner = [left.T @ left for left in core.lefts]
+        outer = [right.T @ right for right in core.rights]
+        smallest = torch.finfo(torch.float64).tiny
+        middle = [x / (x * y).sum().clamp(min=smallest) for x, y in zip(inner, outer, strict=True)]
+        rights = torch.cat(core.rights, 1).T
+        grams = torch.cat([right @ k for right, k in zip(core.rights, middle, strict=True)], 1) @ rights
+        pulls = torch.cat([x @ y @ k for x, y, k in zip(core.lefts, outer, middle, strict=True)], 1) @ rights
+        values, vectors = torch.linalg.eigh(grams)
         floor = RELATIVE_ZERO * values[-1].clamp(min=0)
         inverse = torch.where(values > floor, 1 / (values + recipe.ridge * values[-1]), 0.0)
-        solution: Tensor = _sum([part @ gram for part, gram in zip(core.parts, grams, strict=True)]) @ vectors
+        solution: Tensor = pulls @ vectors
         return torch.mm(solution * inverse, vectors.T)
 
     return _in_core(modules, recipe, rule, recipe.weights)
@@ -200,15 +221,26 @@ def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], w
 
 
 def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the orthonormal basis of singular vectors of tall columns, and the columns' coordinates in it."""
+    """Return the orthonormal basis of columns' singular vectors, and the columns' coordinates in it."""
+    if columns.shape[1] >= columns.shape[0]:  # they may span everything, so a QR would make them no smaller
+        u, s, v = support(columns, least=1)
+        return u, s[:, None] * v.T
     q, r = thin_qr(columns)
+    del columns  # as large as q
     u, s, v = support(r, least=1)
     return q @ u, s[:, None] * v.T
 
 
+def _side_by_side(pieces: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
+    """Return columns in float64, written where they stay."""
+    columns = torch.empty(0)
+    for t, piece in enumerate(pieces):
+        if t == 0:
+            columns = piece.new_empty(len(piece), sum(widths), dtype=torch.float64)
+        start = sum(widths[:t])
+        columns[:, start : start + widths[t]] = piece
+    return columns
+
+
 def _mean(values: Tensor) -> Tensor:
     return values.sum() / max(1, len(values))
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(tuple(parts)).sum(0)

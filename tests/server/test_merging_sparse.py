@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.sparse import _thresholds, trim
+from dpmerge.server.merging.sparse import _thresholds
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "ties_mergekit.json").read_text())
 WEIGHTS = [(1.0, 1.0, 1.0), (1.0, 0.7, 0.4)]
@@ -112,7 +112,8 @@ def test_the_threshold_is_the_exact_order_statistic(values: list[float], density
 
 
 def test_trim_keeps_at_least_one_entry() -> None:
-    assert trim(torch.tensor([[1.0, -2.0, 0.5]]), 0.01).tolist() == [[0.0, -2.0, 0.0]]
+    found = merged([torch.tensor([[1.0, -2.0, 0.5]])], (1.0,), method="ties", semantics="peft", density=0.01)
+    assert found.tolist() == [[0.0, -2.0, 0.0]]
 
 
 def test_dare_is_unbiased_and_keeps_the_stated_share() -> None:

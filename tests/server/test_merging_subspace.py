@@ -39,8 +39,8 @@ def run(factors: Sequence[Factors], **options: Any) -> Tensor:
 def test_the_core_is_exact(shared: bool) -> None:
     factors = parties(shared=shared)
     core = core_of(factors, [1.0] * PARTIES)
-    for part, delta in zip(core.parts, dense(factors), strict=True):
-        assert (core.q_b @ part @ core.q_a.T - delta).norm() < 1e-12 * delta.norm()
+    for left, right, delta in zip(core.lefts, core.rights, dense(factors), strict=True):
+        assert (core.q_b @ left @ right.T @ core.q_a.T - delta).norm() < 1e-12 * delta.norm()
     assert (core.q_b.T @ core.q_b - torch.eye(core.q_b.shape[1])).norm() < 1e-12
     assert core.q_a.shape[1] == (RANK if shared else RANK * PARTIES)
 
@@ -49,7 +49,8 @@ def test_the_core_is_exact(shared: bool) -> None:
 def test_the_joint_svd_of_knots_is_that_of_the_full_matrices(shared: bool) -> None:
     factors = parties(shared=shared)
     deltas = dense(factors)
-    left, values, rights = joint_svd(factors)
+    left, values, thin = joint_svd(factors)
+    rights = [item.b @ item.a for item in thin]
     full = torch.linalg.svdvals(torch.cat(deltas, 1))
     assert (values - full[: len(values)]).norm() < 1e-10 * full[0]
     assert full[len(values) :].norm() < 1e-10 * full[0]
@@ -189,7 +190,7 @@ def test_ties_in_core_space_with_full_density_of_one_sign_is_the_mean() -> None:
 def test_ties_in_core_space_is_ties_on_the_coordinates() -> None:
     factors = parties()
     core = core_of(factors, [1.0] * PARTIES)
-    small = [Factors(torch.eye(part.shape[1]), part.float()) for part in core.parts]
+    small = [Factors(right.T.float(), left.float()) for left, right in zip(core.lefts, core.rights, strict=True)]
     expected = core.q_b @ run(small, method="ties", density=0.3).double() @ core.q_a.T
     found = run(factors, method="ties", density=0.3, core=True).double()
     assert (found - expected).norm() < 1e-5 * expected.norm()
