@@ -50,7 +50,7 @@ def test_clipping_bounds_what_one_party_can_do(method: str) -> None:
     calm, bounded = (flat(run(items, method, robust="clip")) for items in (honest, loud))
     longest = max(run(honest, method).info["norms"])
     assert float((bounded - calm).norm()) < 10 * len(NAMES) * longest
-    if method != "model-stock":  # which sends what disagrees to the base, whatever its length
+    if method not in ("model-stock", "geometry"):  # of themselves they let no length drown the others
         assert float(flat(run(loud, method)).norm()) > 1e4 * longest
 
 
