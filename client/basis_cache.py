@@ -51,7 +51,7 @@ def save_basis(path: Path, basis: Basis, identity: Identity) -> None:
     Raises:
         OSError: If the file cannot be written.
     """
-    text = json.dumps({"identity": dict(identity), "rows_sha256": basis.sha256})
+    text = json.dumps({"identity": dict(identity), "sha256": _content_hash(basis)})
     tensors = {"rows": basis.rows.contiguous(), "coordinates": basis.coordinates.contiguous()}
     replace_file(path, save(tensors, metadata={"dpmerge": text}))
 
@@ -67,12 +67,17 @@ def load_basis(path: Path, identity: Identity) -> Basis:
         with safe_open(path, framework="pt") as file:
             text = json.loads(file.metadata()["dpmerge"])
             basis = Basis(file.get_tensor("rows"), file.get_tensor("coordinates"))
-            recorded, rows_sha256 = text["identity"], text["rows_sha256"]
+            recorded, sha256 = text["identity"], text["sha256"]
             differing = [key for key in identity if recorded.get(key) != identity[key]]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DpmergeError("DPM-505", f"the stored basis {path.name} cannot be read", fix) from error
     if differing:
         raise DpmergeError("DPM-505", f"the stored basis {path.name} is of another {', '.join(differing)}", fix)
-    if basis.sha256 != rows_sha256:
+    if _content_hash(basis) != sha256:
         raise DpmergeError("DPM-505", f"the stored basis {path.name} is damaged", fix)
     return basis
+
+
+def _content_hash(basis: Basis) -> str:
+    coordinates = basis.coordinates.contiguous().numpy()
+    return hashlib.sha256(basis.sha256.encode() + coordinates.tobytes()).hexdigest()

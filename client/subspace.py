@@ -15,7 +15,7 @@ Deviations: the projection comes before clipping, and the basis is taken from Lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,9 @@ from dpmerge.common.errors import DpmergeError
 
 SMALLEST_SCALE = 1e-2
 """Least entry of D before it is normalised, relative to the largest: no direction is left without noise of its own."""
+
+_BLOCK = 4096
+"""Columns of gradients that are gathered for one product, so that they stay in a processor's cache."""
 
 MakeBasis = Callable[[int], Basis]
 """Makes the basis number 0, 1, … at the θ of the moment, from public data and seeds alone."""
@@ -69,8 +72,12 @@ class FullSpace:
         return self._gradients.capacity
 
     def compute(self, losses: Callable[[], Tensor]) -> Tensor:
-        """Return what is clipped of each example: its gradient [n, P]."""
+        """Return every example's gradient [n, P]."""
         return self._gradients.compute(losses)
+
+    def rows(self, gradients: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Return what is clipped of each unit, from its gradient: the gradient."""
+        return gradients
 
     def gradient(self, answer: Tensor) -> Tensor:
         """Return the gradient of `vector` that the mechanism's answer stands for."""
@@ -143,8 +150,22 @@ class Subspace:
         return self._scales
 
     def compute(self, losses: Callable[[], Tensor]) -> Tensor:
-        """Return what is clipped of each example: D⁻¹Qg [n, k]."""
-        return self._gradients.compute(losses) @ self._projection
+        """Return every example's gradient [n, P]."""
+        return self._gradients.compute(losses)
+
+    def rows(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield what is clipped of each unit, D⁻¹Qg [n, k], from its gradients [n, P].
+
+        As many as fit the capacity are projected at once: Q, which no cache holds, is read once for all of them.
+        """
+        waiting: list[Tensor] = []
+        for some in gradients:
+            if waiting and sum(map(len, waiting)) + len(some) > self.capacity:
+                yield self._projected(waiting)
+                waiting.clear()
+            waiting.append(some)
+        if waiting:
+            yield self._projected(waiting)
 
     def gradient(self, answer: Tensor) -> Tensor:
         """Return the gradient [k] of c that the mechanism's answer stands for: D times it."""
@@ -235,6 +256,14 @@ class Subspace:
         self._reference, self._history = state.reference.clone(), state.history.clone()
         self.vector = state.coordinates.clone()
         self._take(self._basis, state.scales.clone())
+
+    def _projected(self, gradients: list[Tensor]) -> Tensor:
+        """Return D⁻¹Qg [n, k] of gradients [·, P] in several pieces, which are not put together but for some columns."""
+        result = self.vector.new_zeros(sum(map(len, gradients)), len(self.vector))
+        for start in range(0, len(self._projection), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            result.addmm_(torch.cat([some[:, block] for some in gradients]), self._projection[block])
+        return result
 
     def _take(self, basis: Basis, scales: Tensor) -> None:
         self._basis = basis

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ def train(
 
 
 def _private_gradient(
-    privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, gradients: Coordinates
+    privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, space: Coordinates
 ) -> Tensor:
     """Return the mechanism's answer about one Poisson sample of units (positions, int64 [m], m may be 0).
 
@@ -189,21 +190,20 @@ def _private_gradient(
 
     def rows_of(batch: Batch) -> Tensor:
         labels = data.labels[batch.records]
-        return gradients.compute(
+        return space.compute(
             lambda: nn.functional.cross_entropy(model(batch.hidden, batch.mask), labels, reduction="none")
         )
 
-    if data.users is None:
-        for batch in data.activations.batches(sample, gradients.capacity):
-            privatiser.accumulate(rows_of(batch))
-        return privatiser.finish()
-
     def record_rows(records: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in data.activations.batches(records, gradients.capacity):
+        for batch in data.activations.batches(records, space.capacity):
             yield batch.records, rows_of(batch)
 
-    for rows in data.users.rows(sample, gradients.capacity, record_rows):
+    gradients: Iterator[Tensor] = map(itemgetter(1), record_rows(sample))
+    if data.users is not None:
+        gradients = data.users.rows(sample, space.capacity, record_rows)
+    for rows in space.rows(gradients):
         privatiser.accumulate(rows)
+        del rows  # before the next batch's are computed
     return privatiser.finish()
 
 
