@@ -103,14 +103,16 @@ def elected_mean(matrices: Sequence[Tensor], recipe: Recipe) -> Tensor:
     """
     weights = _weights(recipe)
     votes = weights if recipe.semantics == "mergekit" else [1.0] * len(weights)
-    ballot = total_of(vote * matrix for vote, matrix in zip(votes, matrices, strict=True))
-    elected = torch.sign(ballot) if recipe.semantics == "paper" else torch.where(ballot >= 0, 1.0, -1.0)
-    total, divisor = torch.zeros_like(ballot), torch.zeros_like(ballot)
-    for weight, vote, matrix in zip(weights, votes, matrices, strict=True):
-        agrees = (torch.sign(vote * matrix) == elected) & (matrix != 0)
-        total += torch.where(agrees, weight * matrix, 0.0)
-        divisor += torch.where(agrees, vote, 0.0)
-    return total / torch.where(divisor == 0, 1.0, divisor)
+    worth = weights if recipe.semantics == "peft" else [1.0] * len(weights)
+    elected = total_of(vote * matrix for vote, matrix in zip(votes, matrices, strict=True)).sign_()
+    if recipe.semantics != "paper":
+        elected.add_(0.5).sign_()  # a tied election is positive
+    total, divisor = torch.zeros_like(elected), torch.zeros_like(elected)
+    for vote, alpha, matrix in zip(votes, worth, matrices, strict=True):
+        agreeing = (vote * matrix).mul_(elected).clamp_(min=0)  # a few times faster than masks
+        total.add_(agreeing, alpha=alpha)
+        divisor.add_(agreeing.sign_(), alpha=vote)
+    return total.mul_(elected).div_(divisor.add_(divisor == 0))
 
 
 def trimmed_mean(factors: Sequence[Factors], recipe: Recipe) -> Tensor:
@@ -238,8 +240,8 @@ def _thresholds(modules: Modules, num_parties: int, density: float) -> list[floa
     for factors in modules.values():
         for counts, item, (bucket, _) in zip(lower, factors, buckets, strict=True):
             for rows in strips(item):
-                bits = _bits(rows)
-                counts += torch.bincount(bits[bits >> 16 == bucket] & 0xFFFF, minlength=1 << 16).cpu()
+                inside = _bits(rows).sub_(bucket << 16).clamp_(-1, 1 << 16).add_(1)
+                counts += torch.bincount(inside, minlength=(1 << 16) + 2)[1:-1].cpu()
     words = [
         (bucket << 16) | _kth_largest(counts, place)[0] for counts, (bucket, place) in zip(lower, buckets, strict=True)
     ]
@@ -247,7 +249,8 @@ def _thresholds(modules: Modules, num_parties: int, density: float) -> list[floa
 
 
 def _at_least(threshold: float) -> Cut:
-    return lambda rows: torch.where(rows.abs() >= threshold, rows, 0.0)
+    below = torch.nextafter(torch.tensor(threshold), torch.tensor(0.0)).item()
+    return lambda rows: torch.nn.functional.hardshrink(rows, below)  # keeps what is larger; faster than torch.where
 
 
 def _bits(rows: Tensor) -> Tensor:
@@ -269,6 +272,6 @@ def _sampled(name: str, party: int, keep: Callable[[Tensor], Tensor | float], re
     def cut(rows: Tensor) -> Tensor:
         chance = torch.rand(rows.shape, generator=generator, device="cpu").to(rows.device)  # one mask on every device
         kept = keep(rows)
-        return torch.where(chance < kept, rows / kept, 0.0)
+        return (rows / kept).mul_(chance < kept)
 
     return cut
