@@ -258,7 +258,7 @@ class Subspace:
         self._take(self._basis, state.scales.clone())
 
     def _projected(self, gradients: list[Tensor]) -> Tensor:
-        """Return D⁻¹Qg [n, k] of gradients [·, P] in several pieces, which are not put together but for some columns."""
+        """Return D⁻¹Qg [n, k] of gradients [·, P] in several pieces, which are put together for some columns only."""
         result = self.vector.new_zeros(sum(map(len, gradients)), len(self.vector))
         for start in range(0, len(self._projection), _BLOCK):
             block = slice(start, start + _BLOCK)

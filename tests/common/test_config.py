@@ -33,6 +33,13 @@ labels = { "1" = "a bad product", "5" = "a great product" }
 """
 EPSILON = "[privacy]\nepsilon = 1\n"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "five-organisations.toml"
+SUBSPACE = (
+    BASE
+    + EPSILON
+    + "[training]\nsubspace = {{ {} }}\n"
+    + PARTY.replace("{", "{{").replace("}", "}}")
+    + 'test = "tests.csv"\n[[party]]\nname = "cinema"\ntask = "movie"\n'
+)
 
 
 def parse(text: str):
@@ -65,6 +72,33 @@ REFUSALS = {
     "targets word": (BASE + '[lora]\ntargets = "query"\n' + PARTY, "DPM-103", "list of module names"),
     "optimizer": (BASE + '[training]\noptimizer = "lion"\n' + PARTY, "DPM-103", "adam, adamw, sgd, momentum"),
     "negative rho": (BASE + "[training]\nrho = -0.1\n" + PARTY, "DPM-103", "at least 0"),
+    "subspace k 0": (SUBSPACE.format('k = 0, public = "sms"'), "DPM-103", "training.subspace.k = 0 in f.toml is not"),
+    "subspace key": (SUBSPACE.format('k = 4, publik = "sms"'), "DPM-102", "training.subspace.publik"),
+    "subspace, no source": (SUBSPACE.format("k = 4"), "DPM-103", "training.subspace.public in f.toml is missing"),
+    "subspace k": (SUBSPACE.format('k = 9, public = "sms", num_public = 8'), "DPM-103", "num_public = 8"),
+    "subspace, own task": (SUBSPACE.format('k = 4, public = "movie"'), "DPM-103", "is the data of party cinema"),
+    "subspace, own file": (SUBSPACE.format('k = 4, public = "./reviews.csv"'), "DPM-103", "is the data of party shop"),
+    "subspace, own test": (SUBSPACE.format('k = 4, public = "tests.csv"'), "DPM-103", "is the data of party shop"),
+    "subspace, random energy": (
+        SUBSPACE.format('k = 4, public = "none", allocation = "public"'),
+        "DPM-103",
+        "training.subspace.allocation",
+    ),
+    "subspace, no schedule": (
+        SUBSPACE.format('k = 4, public = "sms", allocation = "history"'),
+        "DPM-103",
+        "refresh_every_steps",
+    ),
+    "subspace, linear head": (
+        SUBSPACE.format('k = 4, public = "sms" }\nhead = "linear" #'),
+        "DPM-103",
+        "a linear head starts at zero",
+    ),
+    "subspace, dp-adam": (
+        SUBSPACE.format('k = 4, public = "sms", allocation = "public" }\noptimizer = "dp-adam" #'),
+        "DPM-103",
+        "training.optimizer",
+    ),
     "nan": (BASE + "[training]\nlearning_rate = nan\n" + PARTY, "DPM-103", "finite"),
     "epsilon 0": (BASE + PARTY + "epsilon = 0", "DPM-103", "party[0].epsilon = 0"),
     "epsilon inf": (BASE + PARTY + "epsilon = inf", "DPM-103", "private = false"),
@@ -335,3 +369,23 @@ def test_the_merge_methods_are_those_of_the_servers_registry():
     assert {name: set(row.parameters) for name, row in METHODS.items() if not row.statistics} == {
         name: set(parameters) for name, parameters in MERGE_PARAMETERS.items()
     }
+
+
+def test_a_subspace_survives_the_way_to_a_party_and_names_its_file_from_the_folder(tmp_path):
+    (tmp_path / "reviews.csv").write_text("text,label\n")
+    (tmp_path / "tests.csv").write_text("text,label\n")
+    file = tmp_path / "f.toml"
+    file.write_text(SUBSPACE.format('k = 4, public = "open.txt"'))
+    with pytest.raises(DpmergeError, match=r"DPM-203: training.subspace.public = \"open.txt\" .* does not exist"):
+        load_federation(file)
+    (tmp_path / "open.txt").write_text("good day\n")
+    federation = load_federation(file)
+    assert tmp_path / "open.txt" in federation.files
+    plan = party_plan(federation, "shop")
+    assert plan.training.subspace.public == str(tmp_path / "open.txt")
+    assert plan_from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    without = replace(plan, training=replace(plan.training, subspace=None))
+    assert "subspace" not in without.to_dict()["training"]  # so that fingerprints of the full space are what they were
+    other = SUBSPACE.format('k = 4, public = "sms"') + '[party.training]\nsubspace = { k = 0, public = "none" }'
+    with pytest.raises(DpmergeError, match=r"party\[1\].training.subspace.k = 0"):
+        parse(other)

@@ -1,4 +1,5 @@
 import json
+import re
 from functools import lru_cache
 
 import pytest
@@ -191,3 +192,66 @@ def test_no_privacy_is_stated_plainly():
     assert set(statement["cross_check"].values()) == {None}
     with pytest.raises(DpmergeError, match="cross_check"):
         check_statement({**statement, "cross_check": read()["cross_check"]})
+
+
+TRAINED = {"k": 64, "public": "sms", "refresh_every_steps": 0, "allocation": "uniform", "clip": "fixed"}
+TOLD = TRAINED | {
+    "texts_sha256": "0" * 64,
+    "num_public": 400,
+    "seed": 7,
+    "basis_sha256": "1" * 64,
+    "scales": [1.0, 1.0],
+    "clip_quantile": None,
+}
+
+
+def in_subspace(training=TRAINED, **changes):
+    """The statement of a training in 64 directions, with some of what it tells of them changed."""
+    told = {key: value for key, value in (TOLD | changes).items() if value != "left out"}
+    return read() | {"num_coordinates": 64, "subspace": told, "training": {"training": {"subspace": training}}}
+
+
+def test_a_subspace_is_stated_with_its_public_texts():
+    statement = write(
+        Mechanism(**{**SETTINGS, "num_coordinates": 64}),
+        subspace=TOLD,
+        training={"training": {"subspace": {**TRAINED, "text": "text", "num_public": 1000}}},
+    )
+    assert check_statement(json.loads(json.dumps(statement))).num_coordinates == 64
+    assert "64 directions from the public texts sms (000000000000)" in sentence(statement)
+    random = TOLD | {"public": None, "texts_sha256": None, "num_public": 0}
+    training = {"training": {"subspace": {**TRAINED, "public": "none"}}}
+    statement = {**read(), "num_coordinates": 64, "training": training, "subspace": random}
+    assert "64 random directions" in sentence(statement)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"k": 65}, "subspace.k = 65 is not num_coordinates = 64"),
+        ({"k": True}, "subspace.k = True"),
+        ({"seed": "left out"}, "subspace does not consist of"),
+        ({"losses": [0.1]}, "subspace does not consist of"),
+        ({"basis_sha256": "ab"}, "subspace.basis_sha256"),
+        ({"public": "mail"}, "subspace.public differs from the training settings"),
+        ({"public": "\x1b[2J"}, "subspace.public"),
+        ({"public": None}, "do not fit each other"),
+        ({"num_public": 0}, "do not fit each other"),
+        ({"scales": [2.0, 1.0]}, "subspace.scales"),
+        ({"scales": [0.0, 1.0]}, "subspace.scales"),
+        ({"allocation": "private"}, "subspace.allocation"),
+        ({"allocation": "public"}, "subspace.allocation differs"),
+        ({"clip_quantile": 0.9}, "subspace.clip_quantile"),
+        ({"training": None}, "the training settings name none"),
+    ],
+)
+def test_no_field_of_a_subspace_is_free(changes, problem):
+    with pytest.raises(DpmergeError, match=f"DPM-401: .*{re.escape(problem)}"):
+        check_statement(in_subspace(**changes))
+
+
+def test_a_subspace_of_the_settings_must_be_stated():
+    statement = in_subspace()
+    del statement["subspace"]
+    with pytest.raises(DpmergeError, match="subspace is missing"):
+        check_statement(statement)
