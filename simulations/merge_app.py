@@ -49,6 +49,7 @@ Outliers = Annotated[float | None, _option("Share of the largest entries that br
 OffDiagonal = Annotated[float | None, _option("What regmean keeps outside the diagonals.", TUNED)]
 Rank = Annotated[int | None, _option("Rank of the result; exact if not given.", TUNED)]
 Core = Annotated[bool, _option("Work on coordinates in bases that the adapters share.", AROUND, "--core")]
+Denoise = Annotated[bool, _option("Predict every party's signal from all parties' changes first.", AROUND, "--denoise")]
 Robust = Annotated[str | None, _option("Bound one party's influence: clip or median.", AROUND)]
 LayerScale = Annotated[
     list[str] | None, _option("Factor on the merged change in modules of this name.", AROUND, metavar="PATTERN=X")
@@ -89,6 +90,7 @@ def merge(
     off_diagonal: OffDiagonal = None,
     rank: Rank = None,
     core: Core = False,
+    denoise: Denoise = False,
     robust: Robust = None,
     layer_scale: LayerScale = None,
     validate: Validate = None,
@@ -119,6 +121,7 @@ def merge(
         "off_diagonal": off_diagonal,
         "rank": rank,
         "core": core or None,
+        "denoise": denoise or None,
         "robust": robust,
         "seed": seed,
     }

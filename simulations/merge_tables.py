@@ -22,13 +22,17 @@ _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "dpmerge", "font.size": 10.0}
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """Describe every merge method: `name`, `summary`, `source`, `needs` and `takes` (parameter → default)."""
+    """Describe every merge method: `name`, `summary`, `source`, `needs` and `takes` (parameter → default).
+
+    What it `needs` has no default: a parameter, or "public" texts of every party (`--public`).
+    """
     return [
         {
             "name": row.name,
             "summary": row.summary,
             "source": row.source,
-            "needs": [key for key, value in row.parameters.items() if value == REQUIRED],
+            "needs": [key for key, value in row.parameters.items() if value == REQUIRED]
+            + ["public"] * bool(row.statistics),
             "takes": {key: value for key, value in row.parameters.items() if value != REQUIRED},
         }
         for row in METHODS.values()
@@ -67,10 +71,13 @@ def gate_table(entries: Sequence[Entry]) -> Table:
 def explanation_tables(explanation: Explanation) -> list[Table]:
     """Noise, drift and what is kept per party; then the overlaps and the predicted gaps, where they are known."""
     table = _table("party", "noise share", "drift ‖τ‖", "kept")
-    table.caption = "noise share: of ‖B‖², estimated from the statement; kept: ⟨merged, τ⟩ / ‖τ‖²"
-    rows = zip(explanation.parties, explanation.noise_share, explanation.drift, explanation.kept, strict=True)
-    for party, noise, drift, kept in rows:
-        table.add_row(escape(party), _percent(noise, "unknown"), f"{drift:.4g}", _percent(kept, MISSING))
+    table.caption = (
+        "noise share: of ‖τ‖², told by the statement, or at most (≤) by the spectrum; kept: ⟨merged, τ⟩ / ‖τ‖²"
+    )
+    for party, noise, drift, kept in zip(
+        explanation.parties, _noise(explanation), explanation.drift, explanation.kept, strict=True
+    ):
+        table.add_row(escape(party), noise, f"{drift:.4g}", MISSING if kept is None else f"{100 * kept:.1f} %")
     tables = [table]
     if explanation.overlap is not None:
         tables.append(_table("overlap (cosine)", *map(escape, explanation.parties)))
@@ -106,11 +113,11 @@ def picture(explanation: Explanation) -> bytes:
         figure = Figure(figsize=(7.0 + 0.35 * size, 2.2 + 0.35 * size), layout="constrained")
         heat, bars = figure.subplots(1, 2, width_ratios=(3, 2))
         _heat_map(figure, heat, names, explanation)
-        shares = explanation.noise_share
-        bars.barh(range(size), [100 * (share or 0.0) for share in shares], 0.7, color="#e08a1e")
-        for place, share in enumerate(shares):
-            bars.text(100 * (share or 0.0) + 1, place, _percent(share, "unknown"), va="center", size=8)
-        bars.set(xlim=(0, 115), title="noise share of ‖B‖², %")
+        shares = [100 * share for share in explanation.noise_share]
+        bars.barh(range(size), shares, 0.7, color="#e08a1e")
+        for place, (share, words) in enumerate(zip(shares, _noise(explanation), strict=True)):
+            bars.text(share + 1, place, words, va="center", size=8)
+        bars.set(xlim=(0, 125), title="noise share of ‖τ‖², %")
         bars.invert_yaxis()
         _label(bars.set_yticks(range(size), names))
         bars.spines[["top", "right"]].set_visible(False)
@@ -150,5 +157,6 @@ def _table(first: str, *others: str) -> Table:
     return table
 
 
-def _percent(share: float | None, unknown: str) -> str:
-    return unknown if share is None else f"{100 * share:.1f} %"
+def _noise(explanation: Explanation) -> list[str]:
+    pairs = zip(explanation.noise_share, explanation.noise_origin, strict=True)
+    return [f"{'≤ ' if origin == 'estimated' else ''}{100 * share:.1f} %" for share, origin in pairs]

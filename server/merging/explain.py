@@ -4,14 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpmerge.common.config_rules import build
-from dpmerge.common.config_sections import TrainingSettings
-from dpmerge.common.errors import DpmergeError
-from dpmerge.common.statement import mechanism_from_statement
 from dpmerge.server.merging.deltas import Adapter
 from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.merge import Merged
-from dpmerge.server.noise_share import noise_share
+from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.predicted_gap import PredictedGap
 
 
@@ -21,7 +17,8 @@ class Explanation:
 
     Attributes:
         parties: In the order of the merge.
-        noise_share: Estimated share in [0, 1] of ‖B‖² that is noise, from the statement; None where that is unknown.
+        noise_share: Share in [0, 1] of ‖τ_t‖² that is noise; see `noise_of`.
+        noise_origin: "stated": predicted from the statement; "estimated": from the spectrum, at most that much.
         drift: ‖τ_t‖, the Frobenius norm of the party's whole weight change.
         overlap: Matrix of cosines between the parties' changes; None where `merge` left it out.
         kept: ⟨τ, τ_t⟩ / ‖τ_t‖² with the merged τ: how much of the party's change the merged one holds along it. 0 is
@@ -30,7 +27,8 @@ class Explanation:
     """
 
     parties: tuple[str, ...]
-    noise_share: tuple[float | None, ...]
+    noise_share: tuple[float, ...]
+    noise_origin: tuple[str, ...]
     drift: tuple[float, ...]
     overlap: tuple[tuple[float, ...], ...] | None
     kept: tuple[float | None, ...]
@@ -47,28 +45,17 @@ def explain(adapters: Sequence[Adapter], merged: Merged, gaps: Mapping[str, Pred
     by_party = {adapter.party: adapter for adapter in adapters}
     parties = tuple(merged.info["parties"])
     drift, overlap = merged.info["norms"], merged.info["overlap"]
+    noise = [noise_of(by_party[party]) for party in parties]
     along = [_inner(by_party[party], merged) for party in parties]
     return Explanation(
         parties=parties,
-        noise_share=tuple(stated_noise_share(by_party[party]) for party in parties),
+        noise_share=tuple(item.share for item in noise),
+        noise_origin=tuple(item.origin for item in noise),
         drift=tuple(drift),
         overlap=None if overlap is None else tuple(map(tuple, overlap)),
         kept=tuple(inner / norm**2 if norm else None for inner, norm in zip(along, drift, strict=True)),
         gaps=gaps or {},
     )
-
-
-def stated_noise_share(adapter: Adapter) -> float | None:
-    """Return the estimated share of the adapter that is noise; None without a statement that says enough."""
-    public = adapter.statement.get("training")
-    settings = public.get("training") if isinstance(public, Mapping) else None
-    if settings is None:
-        return None
-    try:
-        training = build(TrainingSettings, settings, "training")
-        return noise_share(mechanism_from_statement(adapter.statement), training, adapter.modules)
-    except DpmergeError:  # a statement of another version: what it does not say is unknown, and no reason not to merge
-        return None
 
 
 def _inner(adapter: Adapter, merged: Merged) -> float:

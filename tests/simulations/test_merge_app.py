@@ -215,8 +215,8 @@ def test_json_is_one_envelope_and_explain_alone_writes_nothing(dpmerge, releases
     explanation = answer["explanation"]
     assert explanation["parties"] == ["library", "plain", "shop"]
     shares = dict(zip(explanation["parties"], explanation["noise_share"], strict=True))
-    assert shares["plain"] is None
-    assert 0 < shares["shop"] <= 1
+    assert explanation["noise_origin"] == ["stated", "estimated", "stated"]
+    assert 0 < shares["shop"] < 0.1 < shares["plain"]  # three steps of noise, and a spectrum without an edge
     assert [row[place] for place, row in enumerate(explanation["overlap"])] == [1.0, 1.0, 1.0]
     assert sum(explanation["kept"]) > 0
     rows = {row["party"]: row for row in answer["gate"]}
@@ -229,10 +229,10 @@ def test_kept_is_the_whole_of_a_party_merged_alone(dpmerge, pair):
     assert json.loads(out)["explanation"]["kept"] == [pytest.approx(1.0, rel=1e-5)]
 
 
-def test_explain_says_what_is_unknown(dpmerge, pair):
+def test_explain_says_what_is_only_an_upper_estimate(dpmerge, pair):
     code, out, _ = dpmerge(*pair, "--explain")
     assert code == 0
-    assert "unknown" in out
+    assert "≤ " in out
     assert "overlap (cosine)" in out
 
 
@@ -242,6 +242,7 @@ def test_list_shows_every_method(dpmerge):
     assert code == 0
     assert methods.keys() == METHODS.keys()
     assert methods["task-arithmetic"]["needs"] == ["coefficient"]
+    assert methods["regmean"]["needs"] == ["public"]
     assert methods["ties"]["takes"]["density"] == 0.2
     assert "task-arithmetic" in dpmerge("--list")[1]
 
@@ -317,10 +318,10 @@ def test_statistics_come_from_public_texts_that_are_named(dpmerge, base, pair, t
 
 
 def test_what_goes_around_a_method_is_recorded(dpmerge, pair, tmp_path):
-    options = ("--method", "ties", "--core", "--robust", "clip", "--layer-scale", "query=.5", "--rank", 2)
+    options = ("--method", "ties", "--core", "--denoise", "--robust", "clip", "--layer-scale", "query=.5", "--rank", 2)
     assert dpmerge(*pair, *options, "--out", tmp_path / "merged")[0] == 0
     parameters = json.loads((tmp_path / "merged" / "merge.json").read_text())["parameters"]
-    expected = {"core": True, "robust": "clip", "layer_scales": {"query": 0.5}, "rank": 2}
+    expected = {"core": True, "denoise": True, "robust": "clip", "layer_scales": {"query": 0.5}, "rank": 2}
     assert {key: parameters[key] for key in expected} == expected
 
 
@@ -458,9 +459,10 @@ def test_an_output_folder_in_use_is_left_alone(dpmerge, pair, tmp_path):
     out = tmp_path / "merged"
     out.mkdir()
     (out / "note.txt").write_text("mine")
-    code, stdout, err = dpmerge(*pair, "--out", out)
-    assert (code, stdout) == (2, "")
-    assert err.startswith("DPM-301: ")
+    for inputs in (pair, [tmp_path / "absent"]):  # and before anything is read
+        code, stdout, err = dpmerge(*inputs, "--out", out)
+        assert (code, stdout) == (2, "")
+        assert err.startswith("DPM-301: ")
     assert [path.name for path in out.iterdir()] == ["note.txt"]
 
 
