@@ -102,7 +102,7 @@ class Ledger:
 
         Raises:
             DpmergeError: DPM-504 if the reservation was made for other data or settings, or is closed. DPM-506 if the
-                cap would be exceeded; nothing is charged then.
+                cap would be exceeded, DPM-507 if its privacy unit is another; nothing is charged then.
         """
         charge = json.loads(json.dumps(charge))  # as every later reader will see it
         with self._lock:

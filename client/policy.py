@@ -140,9 +140,10 @@ def state_folder() -> Path:
 def ledger_path(state: Path, dataset: str) -> Path:
     """Return the place of a data set's ledger, whose folder then exists, for its owner only."""
     folder = state / LEDGERS
-    if not folder.is_dir():
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fsync_folder(state)
+    missing = [place for place in (folder, *folder.parents) if not place.is_dir()]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for place in missing:
+        fsync_folder(place.parent)  # a ledger whose folder a power cut takes away has charged nothing
     return folder / f"{dataset}.jsonl"
 
 

@@ -115,7 +115,7 @@ def compose(
         print_json({"schema": 1, "composition": {"charges": len(chosen), "epsilon": told, "delta": at}})
         return
     total = f"ε = {math.ceil(epsilon * 1e4) / 1e4:g}" if math.isfinite(epsilon) else "no finite ε: one had no privacy"
-    print(f"{len(chosen)} charges together: {total} at δ = {at:g} (one PLD of all)")
+    print(f"{len(chosen)} charge{'s' * (len(chosen) != 1)} together: {total} at δ = {at:g} (one PLD of all)")
 
 
 def site_ledgers() -> dict[str, Path]:

@@ -54,18 +54,17 @@ def ledger_checks(lines: Sequence[Line], against: Path) -> list[Check]:
     """Return whether a ledger is the one that a release or a receipt was made on top of.
 
     Raises:
-        DpmergeError: If what it is held against cannot be read, or is an unsigned release, which knows no ledger.
+        DpmergeError: If what it is held against cannot be read, or is not whole.
     """
     if against.is_file():
         receipt, _ = read_receipt(against)
         return [check_against_head(lines, receipt.ledger_head)]
     files = release_files(against)
     checks, manifest = check_manifest(files, Trust(datetime.now(UTC)))
-    if manifest is None or verdict(checks) == "FAIL":
-        problem = f"{against} is not signed, or not whole: {checks[-1].detail}"
-        raise DpmergeError("DPM-401", problem, "give a signed release, or its receipt")
-    statement = release_from_files(files).statement
-    return check_against_release(lines, manifest.ledger_head, statement, release_hash(files))
+    if verdict(checks) == "FAIL":
+        raise DpmergeError("DPM-401", f"{against} is not whole: {checks[-1].detail}", "give a release as it was signed")
+    head = None if manifest is None else manifest.ledger_head
+    return check_against_release(lines, head, release_from_files(files).statement, release_hash(files))
 
 
 def read_receipt(path: Path) -> tuple[Receipt, Sealed]:

@@ -149,6 +149,18 @@ def test_a_cut_ledger_shows_against_release_and_receipt(dpmerge, site):
     assert (code, verdicts(out, "ledger")) == (1, ("FAIL", {"chain": "FAIL"}))
 
 
+def test_an_unsigned_release_is_found_in_the_ledger_without_a_head(dpmerge, site):
+    (site / "release" / "signature.json").unlink()
+    code, out, _ = dpmerge("ledger", "verify", site, "--against", site / "release", "--format", "json")
+    _, checks = verdicts(out, "ledger")
+    assert (code, checks["ledger head"], checks["ledger charge"], checks["ledger release"]) == (
+        0,
+        "WARN",
+        "PASS",
+        "PASS",
+    )
+
+
 def test_a_ledger_that_charged_something_else_fails(dpmerge, tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     ledger.reserve(dataset="reviews", binding="b", charge={**statement(), "epsilon": 0.01})
