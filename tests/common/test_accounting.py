@@ -204,7 +204,7 @@ def test_trainings_together_are_composed_as_dp_accounting_composes_their_events(
 
 
 def test_trainings_together_pay_for_every_sampler_and_keep_units_apart():
-    free = make(num_coordinates=10**7)
+    free = make(num_coordinates=10**6)
     secure = replace(free, noise="secure")
     assert epsilon_together([], 1e-5) == 0.0
     assert epsilon_together([free, secure], 1e-5) == epsilon_together([secure, free], 1e-5)

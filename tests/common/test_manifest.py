@@ -102,7 +102,8 @@ def test_a_receipt_is_no_manifest_and_another_form_is_no_signature():
     files = signed_files()
     value = json.loads(files[SIGNATURE])
     assert reason(files | {SIGNATURE: seal(KEY, "receipt", value["manifest"])}) == "signature"
-    renamed = {("receipt" if key == "manifest" else key): item for key, item in value.items()}
+    receipt = json.loads(seal(KEY, "receipt", value["manifest"]))
+    renamed = {("manifest" if key == "receipt" else key): item for key, item in receipt.items()}
     assert reason(files | {SIGNATURE: rfc8785.dumps(renamed)}) == "signature"
     assert reason(files | {SIGNATURE: json.dumps(value, indent=1).encode()}) == "signature"
     assert reason(files | {SIGNATURE: b" " * (1 << 17)}) == "size"
