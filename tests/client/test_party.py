@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dpmerge.client import basis_cache
 from dpmerge.client import party as party_module
 from dpmerge.client import train as train_module
 from dpmerge.client.ledger import Ledger
-from dpmerge.client.party import run_party
-from dpmerge.common.config import parse_federation, party_plan
+from dpmerge.client.party import run_party, training_records
+from dpmerge.common.config import SubspaceSettings, parse_federation, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.release import ADAPTER, STATEMENT, release_from_files
@@ -322,3 +323,61 @@ def test_a_changed_base_model_or_accounting_is_not_gone_on_with(plan, tmp_path, 
     monkeypatch.setattr(party_module, "build_statement", lambda *a, **k: {**build(*a, **k), "accountant": "another"})
     with pytest.raises(DpmergeError, match="DPM-302"):
         release_of(plan, tmp_path / "a")
+
+
+def in_subspace(plan, folder, **options):
+    """The plan in 8 directions of twelve public texts, one of which is also one of the party's records."""
+    own = training_records(plan.source).texts[0]
+    public = folder / "public.txt"
+    public.write_text("\n".join([own, *(f"public text number {number}" for number in range(11))]))
+    subspace = SubspaceSettings(k=8, public=str(public), **options)
+    return replace(plan, training=replace(plan.training, subspace=subspace))
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(basis_cache, "cache_root", lambda: tmp_path / "cache")
+
+
+def test_a_subspace_is_trained_stated_and_accepted_and_an_overlap_stays_in_the_partys_log(plan, tmp_path, own_cache):
+    changed = in_subspace(plan, tmp_path, clip="public", allocation="public")
+    sent = release_of(changed, tmp_path / "a")
+    release = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed]))
+    told = release.statement["subspace"]
+    assert release.statement["num_coordinates"] == told["k"] == 8
+    assert (told["public"], told["num_public"]) == ("public.txt", 12)
+    assert str(tmp_path) not in json.dumps(release.statement)
+    assert release.statement["l2_clip_norm"] != plan.privacy.l2_clip_norm
+    assert "public texts of the subspace are also among" in (tmp_path / "a" / "party.log").read_text()
+    again = release_of(changed, tmp_path / "b")  # with the basis from the cache
+    assert again == sent
+    for other in (plan, in_subspace(plan, tmp_path, clip="public", allocation="public", num_public=11)):
+        with pytest.raises(ReleaseRefused, match=r"\[statement-terms\]"):
+            validate("shop", sent, expectation_of(load_base(plan.base.model), [other]))
+
+
+def test_a_killed_training_in_a_refreshed_subspace_goes_on_as_if_it_had_not_been(
+    plan, tmp_path, monkeypatch, own_cache
+):
+    monkeypatch.setattr(party_module, "CHECKPOINT_EVERY_STEPS", 1)
+    changed = in_subspace(plan, tmp_path, allocation="history", refresh_every_steps=2)
+
+    def kill_at_four(stage, num_done, _total):
+        if stage == "training" and num_done == 4:
+            raise Killed
+
+    with pytest.raises(Killed):
+        release_of(changed, tmp_path / "a", on_progress=kill_at_four)
+    assert release_of(changed, tmp_path / "a") == release_of(changed, tmp_path / "b")
+
+
+def test_public_data_that_give_no_directions_are_refused_before_any_charge(plan, tmp_path, own_cache):
+    changed = in_subspace(plan, tmp_path, num_public=8)
+    (tmp_path / "public.txt").write_text("one text\nand another")
+    with pytest.raises(DpmergeError, match="DPM-505"):
+        release_of(changed, tmp_path / "a")
+    assert not (tmp_path / "a" / "ledger.jsonl").exists()
+    entirely = replace(changed.training.subspace, public="none", k=10**6)
+    with pytest.raises(DpmergeError, match=r"DPM-505: subspace.k = 1000000 exceeds the"):
+        release_of(replace(changed, training=replace(changed.training, subspace=entirely)), tmp_path / "a")
+    assert not (tmp_path / "a" / "ledger.jsonl").exists()
