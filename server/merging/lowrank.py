@@ -90,7 +90,7 @@ def total_norm(factors: Iterable[Factors]) -> float:
     >>> total_norm([Factors(torch.eye(1), torch.eye(1), 3.0), Factors(torch.eye(1), torch.eye(1), 4.0)])
     5.0
     """
-    return math.sqrt(sum(max(float(gram([item])), 0.0) for item in factors))  # rounding can leave a 0 below 0
+    return math.sqrt(sum(max(_squared_norm(item), 0.0) for item in factors))  # rounding can leave a 0 below 0
 
 
 def thin_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,6 +200,26 @@ def _full_sum(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int) -> 
 def _add_product(total: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     a, b = torch.cat([a for a, _ in pieces]), torch.cat([b.float() for _, b in pieces], 1)
     return total.to(a.device).addmm_(b, a.float())
+
+
+def _squared_norm(item: Factors) -> float:
+    """Return ‖τ‖²; of the long stacks that many parties leave, in fp32 by whichever form takes fewer products."""
+    out, width = item.shape
+    if item.rank <= 2 * BLOCK:
+        return float(gram([item]))
+    a, b = item.a.float(), item.b.float() * item.scaling
+    for factor, other in ((a, b), (b, a)):
+        if factor.shape[0] == factor.shape[1] == int(factor.count_nonzero()) and bool((factor.diagonal() == 1).all()):
+            return float(torch.linalg.vector_norm(other, dtype=torch.float64)) ** 2  # beside the identity
+    parts = list(zip(torch.split(a, BLOCK), torch.split(b, BLOCK, 1), strict=True))
+    if item.rank * (out + width) > out * width:
+        return float(torch.linalg.vector_norm(_full_sum(parts, out, width), dtype=torch.float64)) ** 2
+    total = 0.0
+    for i, (left_a, left_b) in enumerate(parts):
+        for j, (right_a, right_b) in enumerate(parts[: i + 1]):
+            products = (left_b.T @ right_b) * (left_a @ right_a.T)
+            total += float(products.sum(dtype=torch.float64)) * (1 if i == j else 2)
+    return total
 
 
 def _blocks(ranks: Sequence[int]) -> Iterator[slice]:
