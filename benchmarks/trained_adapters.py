@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,18 +40,45 @@ def cache_folder() -> Path:
     return Path(os.environ.get("DPMERGE_BENCHMARK_CACHE", Path.home() / ".cache" / "dpmerge" / "benchmarks"))
 
 
-def plan_of(task: str, epsilon: float | None, seed: int, training: dict[str, object] | None = None) -> PartyPlan:
-    """Return the plan of one cell: `seed` sets the shared A, the Poisson samples and the noise."""
-    settings = TRAINING | (NONPRIVATE if epsilon is None else {}) | (training or {})
-    text = f"[run]\nseed = {seed}\n[base]\nmodel = {BASE!r}\nmax_length = {MAX_LENGTH}\n[training]\n"
-    text += "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+def plan_of(
+    task: str,
+    epsilon: float | None,
+    seed: int,
+    training: Mapping[str, object] | None = None,
+    *,
+    lora: Mapping[str, object] | None = None,
+    l2_clip_norm: float = CLIP_NORM,
+) -> PartyPlan:
+    """Return the plan of one cell.
+
+    Args:
+        task: Name of a public task, which is also the party's name.
+        epsilon: At δ = 1e-5; None trains without noise.
+        seed: Sets the shared A, the Poisson samples and the noise.
+        training: Keys of `[training]` that differ from the demo's.
+        lora: Keys of `[lora]` that differ from the demo's.
+        l2_clip_norm: C, where there is noise.
+    """
+    settings = TRAINING | (NONPRIVATE if epsilon is None else {}) | dict(training or {})
+    text = f"[run]\nseed = {seed}\n[base]\nmodel = {BASE!r}\nmax_length = {MAX_LENGTH}\n"
+    text += _section("lora", lora or {}) + _section("training", settings)
     privacy = (
-        f'epsilon = {epsilon}\nl2_clip_norm = {CLIP_NORM}\nnoise = "fast"\nnoise_seed = {noise_seed(task, seed)}\n'
+        f'epsilon = {epsilon}\nl2_clip_norm = {l2_clip_norm}\nnoise = "fast"\nnoise_seed = {noise_seed(task, seed)}\n'
         if epsilon is not None
         else "private = false\n"
     )
     federation = parse_federation(f'{text}[privacy]\n{privacy}[[party]]\nname = "{task}"\ntask = "{task}"\n', "cell")
     return party_plan(federation, task)
+
+
+def _section(name: str, settings: Mapping[str, object]) -> str:
+    return f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in settings.items())
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
 
 
 def noise_seed(task: str, seed: int) -> int:
