@@ -10,8 +10,8 @@ given each module's weight changes and runs its own task. Everybody has one core
 that a busy machine changes little; the fastest turn counts. mergekit is "absent" where it is not installed.
 
 Memory is the highest resident size during a job less that before it, in units of the largest module's matrix, after
-the merged factors themselves are taken off (Linux). `--quick` divides all widths by four, goes to 32 parties (the
-linear family to 128), and takes less than a minute; it says `"reduced": true`.
+the merged factors themselves are taken off (Linux). `--quick` divides all widths by eight and goes to 32 parties (the
+linear family to 128, peers to 8); it says `"reduced": true`. Its ratios say little about full widths.
 """
 
 import argparse
@@ -210,7 +210,9 @@ def child(request: dict[str, Any]) -> None:
 
 def cells(request: dict[str, Any]) -> Iterator[Cell]:
     """Run `child` in a process of its own, and yield what it measured within the limit of processor seconds."""
-    done = subprocess.run([sys.executable, __file__, "--child", json.dumps(request)], stdout=subprocess.PIPE)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed memory goes back, so that peaks are seen
+    command = [sys.executable, __file__, "--child", json.dumps(request)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
     if done.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
         done.check_returncode()
     for line in done.stdout.splitlines():
@@ -221,6 +223,9 @@ def plan(arguments: argparse.Namespace, known: dict[str, str]) -> Iterator[tuple
     """Yield (tool, [(parties, method), …]), one process each; in a full run each job has its own, and its own limit."""
     counts = [int(text) for text in arguments.parties.split(",")]
     chosen = arguments.methods.split(";") if arguments.methods else list(OURS)
+    most = (
+        {"ours": 32, "peft": 8, "mergekit": 8} if arguments.quick else dict.fromkeys(("ours", "peft", "mergekit"), 128)
+    )
     for tool, methods in (("ours", OURS), ("peft", PEFT), ("mergekit", MERGEKIT)):
         jobs = [
             (parties, method)
@@ -228,7 +233,7 @@ def plan(arguments: argparse.Namespace, known: dict[str, str]) -> Iterator[tuple
             for method in methods
             if known.get(tool) != "absent"
             and (method if tool == "ours" else SAME_WORK.get((tool, method), "average")) in chosen
-            and (parties <= (32 if arguments.quick else 128) or (tool == "ours" and method in LINEAR))
+            and (parties <= most[tool] or (tool == "ours" and method in LINEAR))
         ]
         yield from ((tool, group) for group in ([jobs] if arguments.quick else [[job] for job in jobs]) if group)
 
@@ -283,7 +288,7 @@ def print_table(found: Sequence[Cell]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the widths, up to 32 parties")
+    parser.add_argument("--quick", action="store_true", help="an eighth of the widths, up to 32 parties")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--parties", help="numbers of adapters, separated by commas")
     parser.add_argument("--methods", default="", help=f"some of {'; '.join(OURS)}, separated by semicolons")
@@ -298,7 +303,7 @@ def main() -> None:
         return
     known = versions()
     work = list(plan(arguments, known))
-    settings = {"divisor": 4, "turns": 2} if arguments.quick else {"divisor": 1, "turns": 1}
+    settings = {"divisor": 8, "turns": 2} if arguments.quick else {"divisor": 1, "turns": 1}
     found: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
         make_adapters(Path(folder), settings["divisor"], max(parties for _, jobs in work for parties, _ in jobs))
