@@ -1,6 +1,6 @@
 """One party, from private records to the files of one release.
 
-    records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement ─▶ release folder
+    records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement, signature ─▶ outbox
 
 Everything written here stays in the party's own folder: the checkpoint of an interrupted training, the
 release, which is the only thing ever sent, and a simulation's ledger (a site's is kept elsewhere: `client/policy.py`).
@@ -25,6 +25,7 @@ from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
 from dpmerge.client.ledger import reservation_id
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
+from dpmerge.client.outbox import RELEASE, Signer, outbox_files, put, record_receipt
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
@@ -40,7 +41,7 @@ from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapted_layers, adapter_config, attach_lora
 from dpmerge.common.public_corpus import PublicCorpus, overlaps, public_corpus
 from dpmerge.common.records import Records, read_records
-from dpmerge.common.release import Head, Release, release_files, release_hash, write_release
+from dpmerge.common.release import Head, Release, release_hash
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
 from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
 from dpmerge.common.statement import build_statement
@@ -64,8 +65,12 @@ def run_party(
     cache_trunk: bool = True,
     activations: Activations | None = None,
     policy: Policy | None = None,
+    signer: Signer | None = None,
 ) -> dict[str, bytes]:
     """Return the party's release as files, training it first unless this folder already holds it.
+
+    The release is in the folder, signed and on disk, before this returns: a party that sends it again, after whatever
+    went wrong, sends the same bytes, and is charged for nothing more.
 
     Args:
         plan: What to train, on what, under which privacy.
@@ -76,11 +81,12 @@ def run_party(
         activations: The same records, already encoded at the split of the same base and layers: for whoever trains
             on them many times. None encodes them here.
         policy: The site's own rules, ledgers and caps. None, for simulations, charges a ledger in the folder.
+        signer: For which federation the release is signed, by which key; None leaves it unsigned, for experiments.
 
     Raises:
         DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
-            holds a release or an interrupted training of other records or settings; DPM-506 or DPM-507 if the site's
-            policy does not allow it, before anything is charged.
+            holds a release or an interrupted training of other records or settings, or a release for another
+            federation; DPM-506 or DPM-507 if the site's policy does not allow it, before anything is charged.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(folder / "party.lock"):
@@ -89,9 +95,9 @@ def run_party(
         if not len(records):
             append_log(folder, "none of the records can be used: check text, label and labels\n")
         binding = _binding(plan, base, records)
-        if not (folder / "release").exists():
+        if not (folder / RELEASE).exists():
             release = _train(plan, base, records, binding, account, folder, on_progress, cache_trunk, activations)
-            write_release(folder / "release", release)
+            put(folder, release, account.ledger.head(), signer)
         reservation = account.ledger.find(reservation_id(folder))
         if reservation is None or reservation.binding != binding:
             raise DpmergeError(
@@ -99,8 +105,9 @@ def run_party(
                 "the party's folder holds a release of other records or settings",
                 "resume with the records and settings it was made for, or use another folder, as a second charge",
             )
-        files = release_files(folder / "release")
+        files = outbox_files(folder, signer)
         account.ledger.released(reservation, release_hash(files))
+        record_receipt(folder, account, reservation)
         erase(folder / CHECKPOINT)
         return files
 
@@ -342,9 +349,17 @@ def _reserved(
         source = SecureNoise if mechanism.noise == "secure" else FastNoise
         sampler = PoissonSampler.from_state(mechanism.sampling_prob, num_units, state.sampler)
         return _Run(source.from_state(state.noise), sampler, state)
-    seed = plan.privacy.noise_seed
+    seed = _test_seed(plan)
     noise: NoiseSource = SecureNoise() if mechanism.noise == "secure" else FastNoise(seed)
     return _Run(noise, PoissonSampler(mechanism.sampling_prob, num_units, seed), None)
+
+
+def _test_seed(plan: PartyPlan) -> int | None:
+    """Return the party's own seed for noise and samples, if the plan has a test seed: parties share that, not noise."""
+    seed = plan.privacy.noise_seed
+    if seed is None:
+        return None
+    return int.from_bytes(hashlib.sha256(f"{seed}|{plan.party}".encode()).digest()[:8], "little")
 
 
 def lora_views(gradients: PerExampleGradients, encoder: PeftModel) -> tuple[LoraView, ...]:

@@ -122,9 +122,19 @@ def open_account(plan: PartyPlan, base_sha256: str, folder: Path, policy: Policy
     Raises:
         DpmergeError: DPM-507 if the policy does not allow it.
     """
+    if policy is not None:
+        policy.check(plan, base_sha256)
+    return account_of(plan, folder, policy)
+
+
+def account_of(plan: PartyPlan, folder: Path, policy: Policy | None) -> Account:
+    """Return where a party's training is charged, or was: for whoever spends nothing more.
+
+    Raises:
+        DpmergeError: DPM-507 if the policy lists no such data set.
+    """
     if policy is None:
         return Account(Ledger(folder / "ledger.jsonl"), task_name(plan))
-    policy.check(plan, base_sha256)
     dataset = policy.dataset_of(plan.source)
     return Account(Ledger(ledger_path(policy.state, dataset.id)), dataset.id, dataset.cap)
 

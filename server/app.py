@@ -1,25 +1,28 @@
-"""The Flower ServerApp: one message down, one reply up; a release is on disk before the next is looked at.
+"""The Flower ServerApp: terms down, release up, receipt down; a release is on disk before the next is looked at.
 
-Who a reply is of, only the reply says: until releases are signed, a node may speak in another party's name, once. What
-is refused, and why, stands in the server's results; nothing is sent back to the party.
+Who a release is of, its signature says, whichever node it came from. A report of failure carries no signature: it can
+put words into the row of a party that has no accepted release, and nothing more.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from flwr.app import Context, Message, MessageType
 from flwr.serverapp import Grid, ServerApp
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.wire import Outcome, pack_terms, unpack_outcome
-from dpmerge.server.intake import Expectation, validate
-from dpmerge.server.spool import Spool
+from dpmerge.common.wire import Terms, Verdict, pack_terms, pack_verdict, unpack_outcome
+from dpmerge.server.reception import Reception
 
 POLL_SECONDS = 0.2
+VERDICT_SECONDS = 30.0
+"""How long the app waits, after the last release, for parties to take their receipts: they can have them later too."""
 
 # Fixed sentences: the texts of errors could hold anything, and these stand in the results of other parties too.
 NO_REPLY = "a party's process ended without a reply"
@@ -37,7 +40,7 @@ class Collection:
 
     Attributes:
         accepted: Party → hash of the release in the spool.
-        refused: Party → (code, reason).
+        refused: Party → (code, reason); nobody whose release was accepted.
         nameless: What is known of replies that do not say whose they are.
         nodes: Flower nodes that have replied; each is heard once.
     """
@@ -47,11 +50,20 @@ class Collection:
     nameless: list[str] = field(default_factory=list)
     nodes: set[int] = field(default_factory=set)
 
+    def accept(self, party: str, sha256: str) -> None:
+        """Note an accepted release; what was said in that party's name before counts no more."""
+        self.accepted[party] = sha256
+        self.refused.pop(party, None)
+
+    def refuse(self, party: str, code: str, reason: str) -> None:
+        """Note why there is no release of a party, unless there is one."""
+        if party not in self.accepted:
+            self.refused[party] = (code, reason)
+
 
 def server_app(
-    terms: str,
-    expectation: Expectation,
-    spool: Spool,
+    terms: Terms,
+    reception: Reception,
     collection: Collection,
     *,
     num_parties: int,
@@ -61,9 +73,8 @@ def server_app(
     """Return the ServerApp; `collection` is filled while it runs.
 
     Args:
-        terms: Hash of what all parties must share, sent to each.
-        expectation: What a release must look like.
-        spool: Where accepted bytes go.
+        terms: What all parties must share, sent to each.
+        reception: Where releases are checked, stored and receipted.
         collection: Filled with each party's fate.
         num_parties: How many nodes to wait for.
         stop: When set, the app gives up waiting: whoever runs it is going away.
@@ -74,58 +85,67 @@ def server_app(
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
         nodes = _wait_for_nodes(grid, num_parties, stop)
-        messages = [Message(pack_terms(terms), node, MessageType.TRAIN) for node in nodes]
-        waiting = set(grid.push_messages(messages))
-        while waiting and not stop.is_set():
-            for reply in grid.pull_messages(waiting):
-                waiting.discard(reply.metadata.reply_to_message_id)
-                party = judge(reply, expectation, spool, collection)
+        releases = set(grid.push_messages([Message(pack_terms(terms), node, MessageType.TRAIN) for node in nodes]))
+        verdicts: set[str] = set()  # messages whose being taken is waited for, but not for ever
+        patience_ends = float("inf")
+        while (releases or verdicts) and time.monotonic() < patience_ends and not stop.is_set():
+            for reply in grid.pull_messages(releases | verdicts):
+                if reply.metadata.reply_to_message_id in verdicts:
+                    verdicts.discard(reply.metadata.reply_to_message_id)
+                    continue
+                releases.discard(reply.metadata.reply_to_message_id)
+                party, verdict = judge(reply, reception, collection)
                 on_reply(party)
+                if verdict is not None:
+                    down = Message(pack_verdict(verdict), reply.metadata.src_node_id, MessageType.QUERY)
+                    verdicts |= set(grid.push_messages([down]))
+            if not releases:
+                patience_ends = min(patience_ends, time.monotonic() + VERDICT_SECONDS)
             stop.wait(POLL_SECONDS)
 
     return app
 
 
-def judge(reply: Message, expectation: Expectation, spool: Spool, collection: Collection) -> str:
-    """Validate one reply, spool it or note why not, and return the party's name ("" if the reply does not say).
+def judge(reply: Message, reception: Reception, collection: Collection) -> tuple[str, Verdict | None]:
+    """Receive one reply's release or note why there is none.
 
     One party's bad release never touches another's: every refusal is caught here and recorded under the party that
     the reply names.
+
+    Returns:
+        The party's name ("" if the reply does not say), and what to tell the node, if it sent a release.
     """
     if reply.has_error():  # from the node or, where that is gone, from Flower itself
         collection.nameless.append(NO_REPLY)
-        return ""
+        return "", None
     node = reply.metadata.src_node_id
     if node in collection.nodes:
         collection.nameless.append(SECOND_REPLY)
-        return ""
+        return "", None
     collection.nodes.add(node)
     try:
         outcome = unpack_outcome(reply.content)
     except ValueError as error:
         collection.nameless.append(str(error))
-        return ""
-    try:
-        accept(outcome, expectation, spool, collection)
-    except DpmergeError as error:
-        collection.refused[outcome.party] = (error.code, f"{error.problem}; {error.fix}")
-    except Exception:  # a defect of the checks, found by one party's bytes, must not cost the others their only upload
-        _log.exception("the reply of party %r could not be judged", outcome.party)
-        collection.refused[outcome.party] = ("DPM-401", NOT_JUDGED)
-    return outcome.party
-
-
-def accept(outcome: Outcome, expectation: Expectation, spool: Spool, collection: Collection) -> None:
-    """Validate and spool one outcome.
-
-    Raises:
-        DpmergeError: DPM-401 if the release is refused.
-    """
+        return "", None
+    party = outcome.party
     if outcome.code:
-        collection.refused[outcome.party] = (outcome.code, outcome.reason)
-        return
-    validate(outcome.party, outcome.files, expectation)
-    collection.accepted[outcome.party] = spool.accept(outcome.party, outcome.files)
+        collection.refuse(party, outcome.code, outcome.reason)
+        return party, None
+    try:
+        received = reception.receive(party, outcome.files, datetime.now(UTC))
+    except DpmergeError as error:
+        return party, _refusal(collection, party, error.code, f"{error.problem}; {error.fix}")
+    except Exception:  # a defect of the checks, found by one party's bytes, must not cost the others their only upload
+        _log.exception("the reply of party %r could not be judged", party)
+        return party, _refusal(collection, party, "DPM-401", NOT_JUDGED)
+    collection.accept(party, received.sha256)
+    return party, Verdict(receipt=received.receipt)
+
+
+def _refusal(collection: Collection, party: str, code: str, reason: str) -> Verdict:
+    collection.refuse(party, code, reason)
+    return Verdict(code=code, reason=reason)
 
 
 def _wait_for_nodes(grid: Grid, num_parties: int, stop: threading.Event) -> list[int]:

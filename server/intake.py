@@ -1,10 +1,11 @@
 """What the server accepts: every byte of a release is checked against what the federation agreed on.
 
-One party's bad release is refused for a reason (`common/untrusted.py`) that stands in the server's results only; the
-party is not told. The others go on. Cheap checks come first, and nothing is parsed before its size is known.
+One party's bad release is refused for a reason (`common/untrusted.py`) that the party is told; the others go on. Cheap
+checks come first, and nothing is parsed before its size is known. Who a release is of, `server/reception.py` has
+checked before.
 
-Two things the server cannot know. Who sent a release: the party is whom the reply names, until releases are signed. And
-whether a party really added noise: only that the statement's numbers fit each other, the tensors and the agreement.
+What the server cannot know is whether a party really added noise: only that the statement's numbers fit each other,
+the tensors and the agreement.
 """
 
 import math
@@ -16,14 +17,26 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import ADAPTER, CONFIG, FILES, HEAD, STATEMENT, Head, Release, release_from_files
+from dpmerge.common.release import (
+    ADAPTER,
+    CONFIG,
+    FILES,
+    HEAD,
+    README,
+    SIGNATURE,
+    STATEMENT,
+    Head,
+    Release,
+    release_from_files,
+)
 from dpmerge.common.statement import check_statement, mechanism_from_statement
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
 from dpmerge.server.merging.lowrank import gram, total_norm
 
-CHECKED = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT})
-"""All that a party may send: a file that nobody checks would reach the spool, and whoever reads that, unseen."""
+CHECKED = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, SIGNATURE, README})
+"""All that a party may send. The card is a text by the party, which is the only thing that its signature says of it."""
+MAX_CARD_BYTES = 1 << 16
 HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
 RESEND = "train with the federation's settings and send that release"
 
@@ -75,23 +88,17 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     """Check a party's files and return the release that they hold.
 
     Args:
-        party: Whose they are, as the sender says: until releases are signed, any node may name any party. The
-            statement and the head must name the same one.
+        party: Whose they are. The statement and the head must name the same one.
         files: File name → bytes.
         expectation: What the federation agreed on.
 
     Raises:
         ReleaseRefused: DPM-401 with a reason, naming party and tensor.
     """
-    terms = expectation.parties.get(party)
-    if terms is None:
-        raise ReleaseRefused("unknown-party", f"{party!r} is not of this federation", "ask for an invitation")
-    total = sum(len(data) for data in files.values())
-    if total > expectation.max_bytes or len(files) > len(FILES):
-        problem = f"{party}: {len(files)} files of {total} bytes"
-        raise ReleaseRefused("size", problem, f"send at most {expectation.max_bytes} bytes")
+    check_size(party, files, expectation)
+    terms = expectation.parties[party]
     for name in sorted(files.keys() & (FILES - CHECKED)):
-        problem = f"{party}: {name!r} is part of the format, but nothing checks it yet"
+        problem = f"{party}: {name!r} is part of the format, but of no party's release"
         raise ReleaseRefused("unknown-file", problem, f"send only {', '.join(sorted(CHECKED))}")
     release = release_from_files(files, party)
     if release.party != party:
@@ -102,6 +109,22 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     _check_head(release, terms.head, expectation.max_head_norm)
     _check_statement(release, terms, expectation)
     return release
+
+
+def check_size(party: str, files: Mapping[str, bytes], expectation: Expectation) -> None:
+    """Refuse a party that was not invited, and more bytes than any release has: all that costs nothing to find out.
+
+    Raises:
+        ReleaseRefused: unknown-party or size.
+    """
+    if party not in expectation.parties:
+        raise ReleaseRefused("unknown-party", f"{party!r} is not of this federation", "ask for an invitation")
+    total = sum(len(data) for data in files.values())
+    if total > expectation.max_bytes or len(files) > len(FILES):
+        problem = f"{party}: {len(files)} files of {total} bytes"
+        raise ReleaseRefused("size", problem, f"send at most {expectation.max_bytes} bytes")
+    if len(files.get(README, b"")) > MAX_CARD_BYTES:
+        raise ReleaseRefused("size", f"{party}: {README} is too long", f"keep it under {MAX_CARD_BYTES} bytes")
 
 
 def _check_config(release: Release, expectation: Expectation) -> None:

@@ -1,12 +1,14 @@
 """Accepted releases on disk, named by their content. Merging is a pure function of what lies here.
 
-    releases/<hash>/   the files of one release, as `common/release.py` writes them
-    parties/<party>    that hash
+    releases/<hash>/     the files of one release, as `common/release.py` writes them
+    parties/<party>      that hash
+    withdrawn/<party>    the hash again: the bytes stay, and no later merge takes them
 
 A release is complete and on disk before its party's entry appears, and the entry is on disk before `accept` returns. A
 crash in between leaves a release that nobody points to; sending it again finishes the job.
 """
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,47 +28,79 @@ class Spool:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._releases, self._parties = folder / "releases", folder / "parties"
-        self._releases.mkdir(parents=True, exist_ok=True)
-        self._parties.mkdir(exist_ok=True)
+        self._releases, self._parties, self._withdrawn = (
+            folder / name for name in ("releases", "parties", "withdrawn")
+        )
+        for place in (self._releases, self._parties, self._withdrawn):
+            place.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(folder / ".lock")
 
     def accept(self, party: str, files: Mapping[str, bytes]) -> str:
-        """Store a validated release durably and return its hash; the same release again changes nothing.
+        """Store a validated release durably and return its hash; the same bytes again change nothing.
 
         Raises:
-            ReleaseRefused: second-release, when the party has another one here; path, for a name that is no party's.
+            ReleaseRefused: second-release, when the party has other bytes here, be it only the signature that differs;
+                path, for a name that is no party's.
         """
         if not PARTY_NAME.fullmatch(party):
             raise ReleaseRefused("path", f"party {party!r}", f"name parties by {PARTY_NAME.pattern}")
         digest = release_hash(files)
         with self._lock:
             present = self.hashes().get(party)
-            if present == digest:
-                return digest
             if present is not None:
-                problem = f"{party}: sent {digest[:12]} but {present[:12]} was accepted before"
+                if present == digest and self._files(party, digest) == dict(files):
+                    return digest
+                problem = f"{party}: sent {digest[:12]} but other bytes, {present[:12]}, were accepted before"
                 raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
-            if not (self._releases / digest).exists():
-                write_files(self._releases / digest, files)
+            if (self._releases / digest).exists():  # left by a crash; nobody was told of it, so it may be another's
+                shutil.rmtree(self._releases / digest)
+            write_files(self._releases / digest, files)
             replace_file(self._parties / party, digest, durable=True)
         return digest
 
+    def withdraw(self, party: str) -> None:
+        """Keep a party's release out of every later merge; withdrawing it again changes nothing.
+
+        Models that were merged before stay what they are. The party's entry stays too: it cannot release anew.
+
+        Raises:
+            ReleaseRefused: unknown-party, when nothing of that party is here.
+        """
+        with self._lock:
+            digest = self.hashes().get(party)
+            if digest is None:
+                raise ReleaseRefused("unknown-party", f"{party!r} has no release here", "name a party of the spool")
+            replace_file(self._withdrawn / party, digest, durable=True)
+
     def hashes(self) -> dict[str, str]:
-        """Return party → hash of its release, by party."""
-        return {path.name: path.read_text() for path in sorted(self._parties.iterdir()) if path.suffix != ".tmp"}
+        """Return party → hash of its release, by party, whether withdrawn or not."""
+        return _entries(self._parties)
+
+    def withdrawn(self) -> frozenset[str]:
+        """Return the parties whose releases are in no later merge."""
+        return frozenset(_entries(self._withdrawn))
 
     def releases(self) -> dict[str, dict[str, bytes]]:
-        """Return party → the bytes of its release, by party.
+        """Return party → the bytes of its release, by party, of all that are to be merged.
 
         Raises:
             ReleaseRefused: corrupted, when the bytes are no longer those that were accepted.
         """
-        found = {}
-        for party, digest in self.hashes().items():
-            folder = self._releases / digest
-            files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.is_dir() else {}
-            if release_hash(files) != digest:
-                raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
-            found[party] = files
-        return found
+        withdrawn = self.withdrawn()
+        return {p: self._files(p, digest) for p, digest in self.hashes().items() if p not in withdrawn}
+
+    def folders(self) -> dict[str, Path]:
+        """Return party → the folder of its release, as `releases` chooses and checks them."""
+        hashes = self.hashes()
+        return {party: self._releases / hashes[party] for party in self.releases()}
+
+    def _files(self, party: str, digest: str) -> dict[str, bytes]:
+        folder = self._releases / digest
+        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+        if release_hash(files) != digest:
+            raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
+        return files
+
+
+def _entries(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix != ".tmp"}

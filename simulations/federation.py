@@ -29,14 +29,18 @@ from dpmerge.common.release import to_files, write_files
 from dpmerge.common.sources import label_descriptions, public_test_records, task_name, terms_hash
 from dpmerge.common.split_encoder import check_length
 from dpmerge.common.statement import mechanism_from_statement, sentence
+from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
 from dpmerge.server.expectation import expectation_of
 from dpmerge.server.merging.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
 from dpmerge.server.noise_share import noise_share
+from dpmerge.server.receipts import Receipts
+from dpmerge.server.reception import Reception
 from dpmerge.server.spool import Spool
 from dpmerge.simulations.flower import collect
+from dpmerge.simulations.founding import found
 from dpmerge.simulations.output_folder import Mode, check_output, prepare_output
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.report import write_report
@@ -81,11 +85,20 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
         _open_run(out, federation, mode)
+        founding = found(out, [plan.party for plan in plans])
     spool = Spool(out / "spool")
+    reception = Reception(
+        federation=founding.federation,
+        expectation=expectation,
+        keys=founding.keys,
+        key=founding.server_key,
+        spool=spool,
+        receipts=Receipts(out / "receipts"),
+    )
     with _timed(seconds, "train"):
-        terms = terms_hash(plans[0], base.sha256)
-        collection = collect(plans, terms, expectation, spool, out, num_cpus=num_cpus, progress=progress)
-    files = {party: kept for party, kept in spool.releases().items() if party in collection.accepted}
+        terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
+        collection = collect(plans, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
+    files = spool.releases()  # all that was ever accepted here, whatever came of the replies of this run
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
     merged = None
     scores: dict[str, TaskScores] = {}

@@ -1,4 +1,4 @@
-"""Parties as Flower nodes on Ray: one message down, one reply up, nothing left running afterwards.
+"""Parties as Flower nodes on Ray: terms down, a release up, its receipt down; nothing left running afterwards.
 
 Flower's in-process simulation runtime is used (docs/decisions/0005): the user never meets a daemon, and stopping is
 ours to do.
@@ -20,9 +20,10 @@ from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Site, client_app
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
-from dpmerge.server.intake import Expectation
-from dpmerge.server.spool import Spool
+from dpmerge.server.reception import Reception
+from dpmerge.simulations.founding import Founding
 from dpmerge.simulations.progress import Progress
 
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -33,9 +34,9 @@ PARTIES = "parties"
 
 def collect(
     plans: Sequence[PartyPlan],
-    terms: str,
-    expectation: Expectation,
-    spool: Spool,
+    terms: Terms,
+    reception: Reception,
+    founding: Founding,
     out: Path,
     *,
     num_cpus: int | None,
@@ -45,9 +46,9 @@ def collect(
 
     Args:
         plans: One per party; node i of the federation is party i.
-        terms: Hash of the shared terms, sent down.
-        expectation: What a release must look like.
-        spool: Where accepted releases go.
+        terms: What all share, sent down.
+        reception: Where releases are checked, spooled and receipted.
+        founding: The federation's keys.
         out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to
             `log.txt`.
         num_cpus: Cores to share among the parties; None for all.
@@ -55,12 +56,21 @@ def collect(
     """
     cores = num_cpus or os.cpu_count() or 1
     num_at_once = min(cores, len(plans))
-    sites = [Site(plan, (out / PARTIES / plan.party).resolve(), cores // num_at_once) for plan in plans]
+    sites = [
+        Site(
+            plan=plan,
+            folder=(out / PARTIES / plan.party).resolve(),
+            num_threads=cores // num_at_once,
+            federation=founding.federation,
+            key_file=founding.key_file(plan.party),
+            server_keys=(founding.server_key.public,),
+        )
+        for plan in plans
+    ]
     collection, stop = Collection(), threading.Event()
     app = server_app(
         terms,
-        expectation,
-        spool,
+        reception,
         collection,
         num_parties=len(plans),
         stop=stop,

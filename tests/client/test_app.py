@@ -1,5 +1,7 @@
 """What crosses the boundary when a party fails: a code and a sentence about the configuration, never a record."""
 
+from dataclasses import replace
+
 import pytest
 
 from dpmerge.client import app
@@ -8,6 +10,8 @@ from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
+from dpmerge.common.wire import Terms
+from tests.signed_releases import FEDERATION, KEY, SERVER_KEY
 
 SECRET = "I am John Smith"
 
@@ -15,6 +19,10 @@ SECRET = "I am John Smith"
 @pytest.fixture(scope="module")
 def terms():
     return load_base("minilm-l3").sha256
+
+
+def asked(where, base_sha256):
+    return Terms(terms_hash(where.plan, base_sha256), where.federation)
 
 
 def site(tmp_path, data):
@@ -33,13 +41,23 @@ def site(tmp_path, data):
     population = 4
     epsilon = 1.0
     """
-    return Site(party_plan(parse_federation(text, "t.toml"), "shop"), tmp_path / "shop", 1)
+    key_file = tmp_path / "shop.pem"
+    key_file.touch(mode=0o600)
+    key_file.write_bytes(KEY.pem())
+    return Site(
+        plan=party_plan(parse_federation(text, "t.toml"), "shop"),
+        folder=tmp_path / "shop",
+        num_threads=1,
+        federation=FEDERATION,
+        key_file=key_file,
+        server_keys=(SERVER_KEY.public,),
+    )
 
 
 def test_a_file_without_header_does_not_send_its_first_record(tmp_path, terms):
     (tmp_path / "d.csv").write_text(f"{SECRET},1\nanother,5\n")
     where = site(tmp_path, tmp_path / "d.csv")
-    outcome = answer(where, terms_hash(where.plan, terms))
+    outcome = answer(where, asked(where, terms))
     assert outcome.code == "DPM-203"
     assert SECRET not in outcome.reason
     assert SECRET in (where.folder / "party.log").read_text()
@@ -54,7 +72,7 @@ def test_an_unforeseen_failure_sends_a_fixed_sentence(tmp_path, terms, monkeypat
         raise KeyError(SECRET)
 
     monkeypatch.setattr(app, "run_party", fail)
-    outcome = answer(where, terms_hash(where.plan, terms))
+    outcome = answer(where, asked(where, terms))
     assert (outcome.code, outcome.files) == ("DPM-599", {})
     assert SECRET not in outcome.reason
 
@@ -68,14 +86,15 @@ def test_only_refusals_about_the_configuration_are_sent_in_words(tmp_path, terms
         raise DpmergeError(code, SECRET, "do something")
 
     monkeypatch.setattr(app, "run_party", refuse)
-    outcome = answer(where, terms_hash(where.plan, terms))
+    outcome = answer(where, asked(where, terms))
     assert outcome.code == code
     assert (SECRET in outcome.reason) == (code in app.PUBLIC_CODES)
     assert {"DPM-203", "DPM-302", "DPM-502", "DPM-503", "DPM-504", "DPM-599"}.isdisjoint(app.PUBLIC_CODES)
 
 
-def test_a_server_with_other_terms_gets_no_training(tmp_path):
+@pytest.mark.parametrize("other", [{"sha256": "0" * 64}, {"federation": "another-1f"}])
+def test_a_server_with_other_terms_gets_no_training(tmp_path, terms, other):
     (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
     where = site(tmp_path, tmp_path / "d.csv")
-    assert answer(where, "0" * 64).code == "DPM-204"
+    assert answer(where, replace(asked(where, terms), **other)).code == "DPM-204"
     assert not (where.folder / "ledger.jsonl").exists()

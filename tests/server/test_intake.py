@@ -117,8 +117,8 @@ def scaled(key: str, factor: float, file: str = ADAPTER) -> Callable[[Files], Fi
 HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "too many bytes": ("size", lambda files: files | {"README.md": bytes(2 << 20)}),
     "too many files": ("size", lambda files: files | {f"{i}.json": b"{}" for i in range(9)}),
-    "model card": ("unknown-file", lambda files: files | {"README.md": b"# free of charge"}),
-    "signature": ("unknown-file", lambda files: files | {"signature.json": b"{}"}),
+    "endless model card": ("size", lambda files: files | {"README.md": b"#" * (1 << 17)}),
+    "picture": ("unknown-file", lambda files: files | {"explain.svg": b"<svg/>"}),
     "merge record": ("unknown-file", lambda files: files | {"merge.json": b"{}"}),
     "traversal": ("path", lambda files: files | {"../../x.json": b"{}"}),
     "pickle": ("pickle", lambda files: files | {"adapter_model.bin": b"\x80\x04."}),

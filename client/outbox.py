@@ -1,0 +1,110 @@
+"""The outbox: a finished release in the party's folder, sent as often as it takes, until a receipt closes it.
+
+    release/         complete and on disk, signed, before anything is sent; every retry sends these very bytes
+    receipt.json     the server's signed word that it has them
+
+A crash leaves one of three states, told apart by files alone: no release (train on, or pay anew), a release without a
+receipt (send it again), both (nothing is left to do but to tell the ledger, which a repetition does not change).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from dpmerge.client.ledger import Reservation, reservation_id
+from dpmerge.client.policy import Account
+from dpmerge.client.signed_release import sign_release
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import replace_file
+from dpmerge.common.manifest import Manifest, check_hashes, manifest_hash, manifest_of, parse_signature
+from dpmerge.common.receipt import RECEIPT, Receipt, check_receipt
+from dpmerge.common.release import SIGNATURE, Release, release_files, to_files, write_files
+from dpmerge.common.signing import PublicKey, SigningKey
+
+RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """For which federation a party signs, and with which key."""
+
+    federation: str
+    key: SigningKey
+
+
+def put(folder: Path, release: Release, ledger_head: str, signer: Signer | None) -> None:
+    """Write a release into the party's outbox, signed; it is there completely and durably, or not at all.
+
+    Args:
+        folder: The party's folder, without a release so far.
+        release: What training ended with.
+        ledger_head: The ledger's, with this release's charge in it.
+        signer: None leaves the release unsigned: good for experiments, and no server takes it.
+    """
+    files = to_files(release)
+    if signer is not None:
+        files = sign_release(files, federation=signer.federation, ledger_head=ledger_head, key=signer.key)
+    write_files(folder / RELEASE, files)
+
+
+def outbox_files(folder: Path, signer: Signer | None) -> dict[str, bytes]:
+    """Return what is to be sent: the bytes as they were written, whatever was changed since is refused.
+
+    Raises:
+        ReleaseRefused: If a file is gone, or is not what was signed.
+        DpmergeError: DPM-302 if the release was made for another federation, or is unsigned where it must not be.
+    """
+    files = release_files(folder / RELEASE)
+    if signer is None:
+        return files
+    signed_for = _manifest(files).federation if SIGNATURE in files else None
+    if signed_for != signer.federation:
+        problem = f"the party's folder holds a release {f'for {signed_for!r}' if signed_for else 'without signature'}"
+        fix = f"train for {signer.federation!r} in another folder, as a second charge"
+        raise DpmergeError("DPM-302", problem, fix)
+    return files
+
+
+def close(folder: Path, receipt: bytes, account: Account, server_keys: Iterable[PublicKey]) -> Receipt:
+    """Check the server's receipt, store it, and record it in the ledger. The same receipt again changes nothing.
+
+    Args:
+        folder: The party's folder, with its release.
+        receipt: As it came.
+        account: Where the release was charged.
+        server_keys: Whom the site believes.
+
+    Raises:
+        DpmergeError: DPM-404 for a receipt that is not for this release, or not by such a key; DPM-504 if the ledger
+            knows of no such charge, or of another receipt.
+    """
+    with FileLock(folder / "party.lock"):
+        files = release_files(folder / RELEASE)
+        if SIGNATURE not in files:
+            raise DpmergeError("DPM-404", "a receipt came for a release without signature", "sign what you send")
+        checked = check_receipt(receipt, _manifest(files), manifest_hash(files[SIGNATURE]), server_keys)
+        reservation = account.ledger.find(reservation_id(folder))
+        if reservation is None:
+            fix = "restore the ledger; a release without a charge must not be used"
+            raise DpmergeError("DPM-504", "the ledger has no charge for the release in the outbox", fix)
+        replace_file(folder / RECEIPT, receipt, mode=0o600, durable=True)
+        record_receipt(folder, account, reservation)
+        return checked
+
+
+def record_receipt(folder: Path, account: Account, reservation: Reservation) -> None:
+    """Tell the ledger of a receipt that is on disk, if there is one: a crash may have come in between."""
+    path = folder / RECEIPT
+    if path.exists():
+        account.ledger.received(reservation, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def _manifest(files: Mapping[str, bytes]) -> Manifest:
+    manifest = manifest_of(parse_signature(files[SIGNATURE], RELEASE), RELEASE)
+    check_hashes(manifest, files, RELEASE)
+    return manifest

@@ -1,0 +1,81 @@
+"""What happens to a release that arrives: sizes, names, signature, hashes, meaning; to disk; then the receipt.
+
+A party is who holds its key. Whoever sends the bytes, through whatever node or run, proves nothing by it and needs to
+prove nothing: the signature covers every file, and for which federation they were made.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from dpmerge.common.key_list import KeyList
+from dpmerge.common.manifest import check_signed, manifest_hash
+from dpmerge.common.receipt import parse_receipt
+from dpmerge.common.release import SIGNATURE, check_names
+from dpmerge.common.signing import SigningKey
+from dpmerge.server.intake import Expectation, check_size, validate
+from dpmerge.server.receipts import Receipts
+from dpmerge.server.spool import Spool
+
+
+@dataclass(frozen=True)
+class Received:
+    """A release that is on disk: the hash that names it in the spool, and the receipt for its sender."""
+
+    sha256: str
+    receipt: bytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reception:
+    """Where one federation's releases are received.
+
+    Attributes:
+        federation: The federation's own id; what was signed for another is refused.
+        expectation: Who takes part, and what a release must look like.
+        keys: Which key is whose.
+        key: The server's, for receipts.
+        spool: Where accepted bytes go.
+        receipts: Where receipts are kept.
+    """
+
+    federation: str
+    expectation: Expectation
+    keys: KeyList
+    key: SigningKey
+    spool: Spool
+    receipts: Receipts
+
+    def receive(self, party: str, files: Mapping[str, bytes], at: datetime) -> Received:
+        """Check a release, store it durably, and return the receipt: for the same bytes, the same one for ever.
+
+        The order is that of what a stranger could spend of the server: bytes are counted first, no content is parsed
+        before its hash is known to be signed by the party's key, and nothing is promised before it is on disk.
+
+        Args:
+            party: Whose the release is said to be.
+            files: File name → bytes.
+            at: Now, with time zone.
+
+        Raises:
+            ReleaseRefused: DPM-401 with a reason.
+        """
+        check_size(party, files, self.expectation)
+        check_names(files, party)
+        manifest = check_signed(
+            files, party=party, federation=self.federation, keys=self.keys, at=self._received_at(party, files, at)
+        )
+        validate(party, files, self.expectation)
+        digest = self.spool.accept(party, files)
+        receipt = self.receipts.issue(
+            manifest, manifest_sha256=manifest_hash(files[SIGNATURE]), spool_sha256=digest, time=at, key=self.key
+        )
+        return Received(digest, receipt)
+
+    def _received_at(self, party: str, files: Mapping[str, bytes], now: datetime) -> datetime:
+        """Return when this very manifest first came: a key revoked after that does not undo what it signed."""
+        stored = self.receipts.find(party)
+        if stored is None or SIGNATURE not in files:
+            return now
+        receipt, _ = parse_receipt(stored, f"stored receipt of {party}")
+        return receipt.received_at if receipt.manifest_sha256 == manifest_hash(files[SIGNATURE]) else now
