@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from dpmerge.client.ledger import Ledger
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 
@@ -60,6 +59,8 @@ def prepare_output(folder: Path, mode: Mode) -> None:
     Raises:
         DpmergeError: As `check_output`, and DPM-301 if the folder cannot be written.
     """
+    from dpmerge.client.ledger import Ledger  # brings torch, which whoever only asks for --help must not wait for
+
     check_output(folder, mode)
     try:
         ledgers = {path.relative_to(folder): path.read_bytes() for path in folder.glob(LEDGERS)}
