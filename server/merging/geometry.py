@@ -18,7 +18,9 @@ from dpmerge.server.merging.lowrank import gram
 from dpmerge.server.merging.noise import Noise
 from dpmerge.server.merging.recipe import Combined, Recipe
 
-CAUTION = 0.3  # least pull of the factors towards the average; measured, see docs/results.md
+# Both constants were chosen by measurement, see docs/results.md.
+CAUTION = 0.3  # least pull of the factors towards the average
+NOISE_COST = 0.0135  # of a noise as large as a signal: noise moves weights far and answers little
 SMALLEST_SIGNAL = 1e-3  # of ‖τ_t‖²: what a party is credited with at least, so that nobody is divided by zero
 
 
@@ -41,10 +43,11 @@ def geometry(modules: Modules, recipe: Recipe) -> Combined:
 def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) -> list[float]:
     """Return one factor per party: f = argmin Σ_t w_t (gain_t(f) - 1)² + Σ_t w_t c_t (f_t - w_t)².
 
-    c_t is the caution towards the weighted average f = w: `CAUTION`, plus the squared relative error with which the
-    party's signal energy is known, and raised for all until the merged noise, Σ f_t² ‖n_t‖², is no more than one
-    party's, Σ w_t ‖n_t‖². Identical adapters give the average, orthogonal ones without noise (1 + CAUTION·w)/(1 +
-    CAUTION) each, one adapter itself. A party of weight 0 takes no part.
+    The second term pulls towards the weighted average f = w. Its strength c_t is `CAUTION`; plus the squared relative
+    error with which the party's signal energy is known; plus `NOISE_COST` times what its noise, ‖n_t‖², is beside the
+    other parties' signals, Σ_{s≠t} w_s / ‖s_s‖² / w_t, since their tasks would carry it. Identical adapters give the
+    average, unrelated ones without noise (1 + CAUTION · w) / (1 + CAUTION) each, one adapter itself. A party of weight
+    0 takes no part.
 
     Args:
         inner: ⟨τ_t, τ_s⟩, float64 [T, T].
@@ -55,53 +58,44 @@ def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) 
     >>> [[round(f, 3) for f in expression(g, no_noise, [0.5, 0.5])] for g in (torch.eye(2), torch.ones(2, 2))]
     [[0.885, 0.885], [0.5, 0.5]]
     """
-    share = torch.tensor(weights, dtype=torch.float64)
-    taking_part = share > 0
-    share = share[taking_part]
+    weight = torch.tensor(weights, dtype=torch.float64)
+    part = weight > 0
     signal, energy = split(inner, noise)
-    signal, energy = signal[taking_part][:, taking_part], energy[taking_part]
+    error = torch.tensor([each.relative_error for each in noise], dtype=torch.float64)[part]
+    share, signal, energy = weight[part], signal[part][:, part], energy[part]
     own = signal.diagonal()
-    moved = own > 0
-    gains = torch.where(moved[:, None], signal / torch.where(moved, own, 1.0)[:, None], 0.0)
-    error = torch.tensor([each.relative_error for each in noise], dtype=torch.float64)[taking_part]
-    doubt = (energy * error / torch.where(moved, own, 1.0)).square()
+    per_signal = torch.where(own > 0, 1 / torch.where(own > 0, own, 1.0), 0.0)  # nobody is divided by zero
 
-    def factors(caution: float) -> Tensor:
-        pull = share * (caution + doubt)
-        wanted = (gains * share[:, None]).T @ moved.double() + pull * share
-        solution: Tensor = torch.linalg.solve((gains * share[:, None]).T @ gains + torch.diag(pull), wanted)
-        return solution
-
-    def is_quiet(caution: float) -> bool:
-        return float(factors(caution).square() @ energy) <= (1 + 1e-6) * float(share @ energy)  # rounding is no noise
-
-    low, high = CAUTION, CAUTION
-    while not is_quiet(high):  # ends: the average itself is quiet, with room to spare
-        low, high = high, 2 * high
-    while high > 1.001 * low:
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if is_quiet(middle) else (middle, high)
-    result = torch.zeros(len(taking_part), dtype=torch.float64)
-    result[taking_part] = factors(high)
+    gains = share.sqrt()[:, None] * signal * per_signal[:, None]
+    others = (share * per_signal).sum() - share * per_signal
+    caution = CAUTION + (energy * error * per_signal).square() + NOISE_COST * energy * others / share
+    pull = share * caution
+    wanted = gains.T @ (share.sqrt() * (own > 0)) + pull * share
+    result = torch.zeros(len(weight), dtype=torch.float64)
+    result[part] = torch.linalg.solve(gains.T @ gains + torch.diag(pull), wanted)
     return result.tolist()
 
 
 def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     """Return the Gram matrix of the signals [T, T] and the energy of each party's noise [T].
 
-    No two signals are taken to be more alike than equal: where chance says so, their inner product is cut.
+    Products of different parties are shrunk by what chance explains of them, x → x · max(0, 1 - v/x²), where
+    independent noise alone has the variance v = ‖n_t‖² ‖n_s‖² / P. No two signals are more alike than equal.
 
-    >>> signal, energy = split(torch.full((2, 2), 4.0), [Noise(0.75, 9, "stated")] * 2)
+    >>> signal, energy = split(torch.full((2, 2), 4.0), [Noise(0.75, 10**9, "stated")] * 2)
     >>> signal.tolist(), energy.tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [3.0, 3.0])
     """
-    whole = inner.double().diagonal().clamp(min=0)
+    inner = inner.double()
+    whole = inner.diagonal().clamp(min=0)
     share = torch.tensor([each.share for each in noise], dtype=torch.float64)
-    own = whole * (1 - share).clamp(min=SMALLEST_SIGNAL)
-    lengths = own.sqrt()
-    bound = lengths[:, None] * lengths
-    signal = torch.minimum(torch.maximum(inner.double(), -bound), bound)
-    return signal.diagonal_scatter(own), whole * share
+    energy, own = whole * share, whole * (1 - share).clamp(min=SMALLEST_SIGNAL)
+    count = torch.tensor([float(max(1, each.num_coordinates)) for each in noise], dtype=torch.float64)
+    chance = torch.outer(energy, energy) / torch.minimum(count[:, None], count)
+    kept = (1 - chance / inner.square().clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0)
+    bound = torch.outer(own.sqrt(), own.sqrt())
+    signal = torch.minimum(torch.maximum(inner * kept, -bound), bound)
+    return signal.diagonal_scatter(own), energy
 
 
 def borrowed(signal: Tensor, energy: Tensor) -> Tensor:

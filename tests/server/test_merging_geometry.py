@@ -1,7 +1,5 @@
 """`geometry` and `denoise`: what is signal, what is noise, and the factors that follow from it."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -44,10 +42,17 @@ def test_an_unrelated_party_gets_more_than_related_ones() -> None:
     assert first * 1.9 == pytest.approx(1.0, abs=0.1)  # each of the related two acts nearly in full
 
 
-def test_merged_noise_is_at_most_one_partys() -> None:
-    noise = [Noise(0.97, 50_000, "stated")] * 5
-    factors = expression(torch.eye(5), noise, [0.2] * 5)
-    assert factors == pytest.approx([1 / math.sqrt(5)] * 5, rel=2e-3)
+def test_more_noise_draws_the_factors_towards_the_average() -> None:
+    quiet, loud, drowned = (
+        expression(torch.eye(5), [Noise(share, 50_000, "stated")] * 5, [0.2] * 5)[0] for share in (0.0, 0.9, 0.98)
+    )
+    assert quiet > loud > drowned > 0.2
+
+
+def test_chance_is_not_taken_for_a_relation() -> None:
+    inner = torch.tensor([[1.0, 0.004], [0.004, 1.0]])
+    assert split(inner, [Noise(0.97, 40_000, "stated")] * 2)[0][0, 1] == 0.0
+    assert split(inner, [NONE] * 2)[0][0, 1] == pytest.approx(0.004)
 
 
 def test_noise_hides_relations_that_the_signal_gram_shows() -> None:
