@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 from dpmerge.common.release import release_hash, write_files
 from dpmerge.common.untrusted import ReleaseRefused
@@ -100,6 +101,17 @@ class Spool:
         if release_hash(files) != digest:
             raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
         return files
+
+
+def open_spool(folder: Path) -> Spool:
+    """Return a spool that exists.
+
+    Raises:
+        DpmergeError: DPM-403 if there is none at the folder.
+    """
+    if not (folder / "parties").is_dir():
+        raise DpmergeError("DPM-403", f"{folder} is no spool", "name the folder `spool` of a run or a server")
+    return Spool(folder)
 
 
 def _entries(folder: Path) -> dict[str, str]:

@@ -56,17 +56,7 @@ def collect(
     """
     cores = num_cpus or os.cpu_count() or 1
     num_at_once = min(cores, len(plans))
-    sites = [
-        Site(
-            plan=plan,
-            folder=(out / PARTIES / plan.party).resolve(),
-            num_threads=cores // num_at_once,
-            federation=founding.federation,
-            key_file=founding.key_file(plan.party),
-            server_keys=(founding.server_key.public,),
-        )
-        for plan in plans
-    ]
+    sites = sites_of(plans, founding, out, num_threads=cores // num_at_once)
     collection, stop = Collection(), threading.Event()
     app = server_app(
         terms,
@@ -97,6 +87,21 @@ def collect(
             stop.set()
             ray.shutdown()
     return collection
+
+
+def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[Site]:
+    """Return what each party has at its own place, which in a simulation lies below the run's folder."""
+    return [
+        Site(
+            plan=plan,
+            folder=(out / PARTIES / plan.party).resolve(),
+            num_threads=num_threads,
+            federation=founding.federation,
+            key_file=founding.key_file(plan.party),
+            server_keys=(founding.server_key.public,),
+        )
+        for plan in plans
+    ]
 
 
 def _site_finder(sites: Sequence[Site]) -> Callable[[Context], Site]:

@@ -65,6 +65,10 @@ Validate = Annotated[
 Public = Annotated[
     list[str] | None, _option("Public texts of the party's task, for regmean and fisher.", PUBLIC, metavar="PARTY=FILE")
 ]
+FromSpool = Annotated[
+    Path | None, _option("Merge what a server has accepted, and not withdrawn.", None, "--from-spool", metavar="DIR")
+]
+Without = Annotated[list[str] | None, _option("Leave this party of the spool out.", metavar="PARTY")]
 BaseModel = Annotated[
     str | None, _option("Where the base model is, if not where the adapters say: alias, folder or hub id.")
 ]
@@ -76,6 +80,8 @@ Materialize = Annotated[bool, _option("Write the full model in place of an adapt
 def merge(
     adapters: Adapters = None,
     out: Out = None,
+    from_spool: FromSpool = None,
+    without: Without = None,
     method: Method = MergeSettings.method,
     weights: Weights = None,
     strict: Strict = True,
@@ -106,7 +112,9 @@ def merge(
         return _list(output)
     if out is None and not explained:
         raise typer.BadParameter("say where the result goes, or --explain to write nothing", param_hint="--out")
-    from dpmerge.simulations.merge_run import Request, inspect, run
+    if without and from_spool is None:
+        raise typer.BadParameter("is for the parties of --from-spool", param_hint="--without")
+    from dpmerge.simulations.merge_run import Request, inspect, run, spooled
 
     options = {
         "weights": _numbers("--weights", weights.split(",")) if weights is not None else None,
@@ -126,7 +134,7 @@ def merge(
         "seed": seed,
     }
     request = Request(
-        inputs=[_input(text) for text in adapters or ()],
+        inputs=[*map(_input, adapters or ()), *(spooled(from_spool, without or ()) if from_spool else ())],
         out=out,
         options={"method": method, "strict": strict} | {key: item for key, item in options.items() if item is not None},
         materialize=materialize,

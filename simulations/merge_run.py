@@ -39,6 +39,7 @@ from dpmerge.server.merging.merge import Merged, as_release, merge
 from dpmerge.server.merging.registry import METHODS
 from dpmerge.server.merging.statistics import public_statistics
 from dpmerge.server.predicted_gap import PredictedGap, predicted_gaps
+from dpmerge.server.spool import open_spool
 from dpmerge.simulations.merge_tables import picture
 
 
@@ -91,6 +92,24 @@ class Outcome:
             "explanation": self.explanation.to_dict() if self.explanation else None,
             "validation": self.validation.to_dict() if self.validation else None,
         }
+
+
+def spooled(spool: Path, without: Sequence[str]) -> list[tuple[str | None, Path]]:
+    """Return party and folder of every release of a spool that is to be merged, in order of the parties' names.
+
+    Args:
+        spool: The spool's folder.
+        without: Parties to leave out, as if they had withdrawn.
+
+    Raises:
+        DpmergeError: DPM-403 if there is no spool; DPM-104 for a party that it does not hold; DPM-401 if bytes changed.
+    """
+    found = open_spool(spool)
+    known = found.hashes()
+    for party in without:
+        if party not in known:
+            raise DpmergeError("DPM-104", f"the spool holds no release of {party!r}", f"it holds {', '.join(known)}")
+    return [(party, folder) for party, folder in found.folders().items() if party not in without]
 
 
 def inspect(request: Request) -> Gate:
