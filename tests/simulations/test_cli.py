@@ -21,6 +21,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "five-organisations.toml"
 COMMANDS = [
     ["simulate"],
     ["merge"],
+    ["plan"],
     ["report"],
     ["assets", "fetch"],
     ["assets", "list"],
