@@ -7,7 +7,7 @@ A release is a folder that `peft.PeftModel.from_pretrained` opens as it is, plus
     head.safetensors           "<party>.weight" and "<party>.bias"; kind, labels and feature scale in the metadata
     statement.json             the privacy statement; a merged model has merge.json in its place
     signature.json             the signed manifest of all the others, `common/manifest.py`
-    README.md                  a model card; a party's upload has none yet
+    README.md                  a model card, in a party's upload a signed one
     explain.svg                a picture of what was merged, in a merged model that was asked for one
 
 The same release always becomes the same bytes: keys are sorted, nothing carries a time. Nothing here is ever a pickle.
