@@ -14,6 +14,8 @@ from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.common.activations import Activations
 
 UNIFORM_SHARE = 0.5
+PSEUDO_LABELS = f"1: predicted, {UNIFORM_SHARE} uniform"
+"""What stored bases record of `pseudo_labels`: change it with the function."""
 
 
 def pseudo_labels(scores: Tensor, generator: torch.Generator) -> Tensor:

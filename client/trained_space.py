@@ -14,7 +14,7 @@ import torch
 from dpmerge.client.basis import Basis, StreamingSvd, public_seed, random_basis
 from dpmerge.client.basis_cache import cached_basis
 from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.public_gradients import public_gradients
+from dpmerge.client.public_gradients import PSEUDO_LABELS, public_gradients
 from dpmerge.client.subspace import Coordinates, FullSpace, MakeBasis, Subspace
 from dpmerge.client.train import Classifier
 from dpmerge.common.activations import Activations
@@ -118,6 +118,8 @@ def _public_directions(
         "number of directions": str(settings.k),
         "number of tokens": str(plan.base.max_length),
         "seed": str(plan.seed),
+        "kind of pseudo-labels": PSEUDO_LABELS,
+        "physical batch": str(gradients.capacity),  # by which labels are drawn and sums are rounded
         "version of torch": torch.__version__,
     }
     return lambda number: cached_basis(identity, lambda: made(0)) if number == 0 else made(number)
