@@ -25,6 +25,7 @@ from dpmerge.common.manifest import Manifest, check_hashes, manifest_hash, manif
 from dpmerge.common.receipt import RECEIPT, Receipt, check_receipt
 from dpmerge.common.release import SIGNATURE, Release, release_files, to_files, write_files
 from dpmerge.common.signing import PublicKey, SigningKey
+from dpmerge.common.untrusted import ReleaseRefused
 
 RELEASE = "release"
 
@@ -62,7 +63,7 @@ def outbox_files(folder: Path, signer: Signer | None) -> dict[str, bytes]:
     files = release_files(folder / RELEASE)
     if signer is None:
         return files
-    signed_for = _manifest(files).federation if SIGNATURE in files else None
+    signed_for = _manifest(files, signer.key.public).federation if SIGNATURE in files else None
     if signed_for != signer.federation:
         problem = f"the party's folder holds a release {f'for {signed_for!r}' if signed_for else 'without signature'}"
         fix = f"train for {signer.federation!r} in another folder, as a second charge"
@@ -104,7 +105,12 @@ def record_receipt(folder: Path, account: Account, reservation: Reservation) -> 
         account.ledger.received(reservation, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def _manifest(files: Mapping[str, bytes]) -> Manifest:
-    manifest = manifest_of(parse_signature(files[SIGNATURE], RELEASE), RELEASE)
+def _manifest(files: Mapping[str, bytes], key: PublicKey | None = None) -> Manifest:
+    """Return what was signed; with a key, hold the signature to it, unless the party has changed its key since."""
+    sealed = parse_signature(files[SIGNATURE], RELEASE)
+    if key is not None and sealed.key_id == key.id and not sealed.is_signed_by(key):
+        fix = "put back the file that was signed; the party's key signs a release once"
+        raise ReleaseRefused("signature", f"{RELEASE}: {SIGNATURE} was changed", fix)
+    manifest = manifest_of(sealed, RELEASE)
     check_hashes(manifest, files, RELEASE)
     return manifest
