@@ -261,7 +261,7 @@ class MergeSettings:
 
     section: ClassVar[str] = "merge"
     method: str = field(
-        default="average", metadata=_meta(choice(*MERGE_PARAMETERS, code="DPM-104"), "The merge method.")
+        default="geometry", metadata=_meta(choice(*MERGE_PARAMETERS, code="DPM-104"), "The merge method.")
     )
     coefficient: float | None = field(
         default=None, metadata=_meta(real(above=0.0), "Factor on the sum of the adapters.", 0.5)
