@@ -38,6 +38,8 @@ from dpmerge.server.merging.stored import DTYPES, StoredTensor, open_tensors
 
 Source = Tensor | StoredTensor
 
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/model
+
 # Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
 UNSUPPORTED = (
     "use_dora",
@@ -131,7 +133,7 @@ class Adapter:
         modules: Factors per module, named as in the base model.
         config: PEFT's configuration.
         sha256: Hash of its files, as of a release.
-        base_sha256: The base model's hash, if a statement says it.
+        base_sha256: The base model's hash, if a statement or the record of a merge says it.
         statement: The privacy statement; empty for an adapter without one.
         heads: Heads that came with it.
     """
@@ -146,8 +148,9 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The base model's name; of a path only its last part, which is all that two machines can share."""
-        return str(self.config.get("base_model_name_or_path")).replace("\\", "/").rstrip("/").rpartition("/")[2]
+        """The base model's name: a hub id as it is, of a path only its last part, which two machines can share."""
+        name = str(self.config.get("base_model_name_or_path"))
+        return name if HUB_ID.fullmatch(name) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
 def read_adapter(folder: Path, party: str | None = None) -> Adapter:
@@ -202,7 +205,7 @@ def _of_release(release: Release, tensors: Mapping[str, Source], party: str, dig
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
     factors = lora_factors(tensors, release.adapter_config, party)
-    base_sha256 = release.statement.get("base_sha256")
+    base_sha256 = (release.statement or release.merge or {}).get("base_sha256")
     return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
 
 
@@ -304,5 +307,5 @@ def _base_mismatch(first: Adapter, other: Adapter) -> list[str]:
     if first.base_sha256 and other.base_sha256:
         known, found = first.base_sha256, other.base_sha256
     else:
-        known, found = first.base, other.base
+        known, found = (adapter.base.rpartition("/")[2] for adapter in (first, other))
     return [f"{other.party}: base model {found} but {known} at {first.party}"] if known != found else []

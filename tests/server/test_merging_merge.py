@@ -333,3 +333,13 @@ def test_concat_is_what_peft_calls_cat(tmp_path: Path) -> None:
         expected = model.base_model.model.get_submodule(name).get_delta_weight("sum").detach()
         torch.testing.assert_close(f.delta(), expected, rtol=1e-4, atol=1e-6)
         assert f.rank == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("org/model", "org/model"), ("/data/models/model/", "model"), ("C:\\models\\model", "model"), ("model", "model")],
+)
+def test_a_merge_names_a_hub_model_in_full_and_of_a_path_the_last_part(name: str, base: str) -> None:
+    x, y = pair(shared=True)
+    x, y = (replace(item, config=item.config | {"base_model_name_or_path": name}) for item in (x, y))
+    assert as_release(merge([x, y], method="average"), [x, y]).adapter_config["base_model_name_or_path"] == base
