@@ -204,7 +204,7 @@ def _names(entries: Sequence[Entry]) -> list[DpmergeError]:
 def _bases(entries: Sequence[Entry]) -> list[DpmergeError]:
     """Compare base models by hash where it is stated, else by the name that those of the usual hash have."""
     hashes = {entry.party: entry.base_sha256 for entry in entries if entry.base_sha256}
-    names = {entry.party: entry.base for entry in entries}
+    names = {entry.party: entry.base.rpartition("/")[2] for entry in entries}
     known, having = _usual(hashes) if hashes else ("", "")
     alike = {names[party] for party, own in hashes.items() if own == known} or {_usual(names)[0]} if names else set()
     called = some([party for party, name in names.items() if name in alike])
