@@ -15,7 +15,7 @@ of the displacement that all directions would have without noise, in squared len
 >>> gradients = np.random.default_rng(0).standard_normal((400, 3)) * (1.0, 0.5, 0.001)
 >>> chosen = size(gradients, sigma=1.5, expected_batch_size=128, num_steps=40, candidates=(1, 2, 3))
 >>> chosen.k, [round(point.kept, 4) for point in chosen.curve]
-(2, [0.68, 0.99, 0.99])
+(2, [0.2528, 0.9993, 0.9989])
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def size(
     Raises:
         ValueError: If there is no candidate, or one exceeds k_max.
     """
-    if not candidates or max(candidates) > coordinates.shape[1]:
+    if not candidates or min(candidates) < 1 or max(candidates) > coordinates.shape[1]:
         raise ValueError(f"Expected candidates={tuple(candidates)} to be some of 1 … {coordinates.shape[1]}.")
     curve = tuple(predict(coordinates, k, sigma, expected_batch_size, num_steps, coherence) for k in sorted(candidates))
     return Size(max(curve, key=lambda point: (point.kept, -point.k)), curve)
