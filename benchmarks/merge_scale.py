@@ -11,7 +11,8 @@ that a busy machine changes little; the fastest turn counts. mergekit is "absent
 
 Memory is the highest resident size during a job less that before it, in units of the largest module's matrix, after
 the merged factors themselves are taken off (Linux). `--quick` divides all widths by eight and goes to 32 parties (the
-linear family to 128, peers to 8); it says `"reduced": true`. Its ratios say little about full widths.
+linear family to 128, peers to 8); it says `"reduced": true`. Fixed costs weigh more there: its memory, above all, is no
+measure of the full widths.
 """
 
 import argparse
@@ -29,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +199,8 @@ def child(request: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     folders, divisor, tool = sorted(Path(request["root"]).iterdir()), request["divisor"], request["tool"]
     module_bytes = 4 * max(out * width for out, width in shapes(divisor).values())
+    if tool != "ours":
+        import_module("peft" if tool == "peft" else "mergekit.merge_methods.generalized_task_arithmetic")  # not timed
     base = layer(divisor) if tool == "peft" else nn.Module()
     for parties, method in request["jobs"]:
         jobs: dict[str, Callable[[list[Path], str], int]] = {
@@ -210,7 +214,8 @@ def child(request: dict[str, Any]) -> None:
 
 def cells(request: dict[str, Any]) -> Iterator[Cell]:
     """Run `child` in a process of its own, and yield what it measured within the limit of processor seconds."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed memory goes back, so that peaks are seen
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    environment = os.environ | one_thread | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed memory goes back: peaks show
     command = [sys.executable, __file__, "--child", json.dumps(request)]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
     if done.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
@@ -303,7 +308,7 @@ def main() -> None:
         return
     known = versions()
     work = list(plan(arguments, known))
-    settings = {"divisor": 8, "turns": 2} if arguments.quick else {"divisor": 1, "turns": 1}
+    settings = {"divisor": 8, "turns": 1} if arguments.quick else {"divisor": 1, "turns": 1}
     found: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
         make_adapters(Path(folder), settings["divisor"], max(parties for _, jobs in work for parties, _ in jobs))
