@@ -2,7 +2,7 @@
 
     python benchmarks/low_dimension.py [--quick] [--format json|markdown] [--ablation k,clip,refresh,allocation]
 
-Five tasks, ε = 1 and 8 by PLD, three seeds; every arm draws the same records with the same noise seeds, and meets the ε
+Five tasks, ε = 1 and 8 by PLD, three seeds; every arm draws records and noise from the same seeds, and meets the ε
 with the noise that its own mechanism needs. Own and merged (`average`, and `geometry`, whose coefficient needs no data)
 are scored on all public test records. Differences are paired, in percentage points, with 95 % intervals that resample
 records. Trained cells and scores are kept below $DPMERGE_BENCHMARK_CACHE: a killed run goes on, and processes with

@@ -68,7 +68,7 @@ class TimedTraining:
         return times[-1] - times[1]
 
 
-def step_time_over_full(k: int, *, turns: int = 5) -> float:
+def step_time_over_full(k: int, *, turns: int = 9) -> float:
     """Return the time of a step in k directions, random ones here, over one in all coordinates.
 
     Both draw the same records in every turn, and each counts with its fastest turn.
