@@ -110,7 +110,7 @@ def size(
     if not candidates or min(candidates) < 1 or max(candidates) > coordinates.shape[1]:
         raise ValueError(f"Expected candidates={tuple(candidates)} to be some of 1 … {coordinates.shape[1]}.")
     curve = tuple(predict(coordinates, k, sigma, expected_batch_size, num_steps, coherence) for k in sorted(candidates))
-    return Size(max(curve, key=lambda point: (point.kept, -point.k)), curve)
+    return Size(max(curve, key=lambda point: point.kept), curve)
 
 
 def predict(

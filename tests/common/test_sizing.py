@@ -73,6 +73,12 @@ def test_impossible_choices_are_refused(gradients, choices):
         size(gradients, sigma=1.0, candidates=choices, **NUMBERS)
 
 
+def test_nine_gradients_in_ten_are_clipped(gradients):
+    chosen = size(gradients, sigma=1.0, candidates=(8, 16), **NUMBERS).chosen
+    norms = np.linalg.norm(gradients[:, : chosen.k], axis=1)
+    assert (norms > chosen.l2_clip_norm).mean() == pytest.approx(0.9, abs=0.01)
+
+
 def test_a_direction_needs_two_texts():
     assert max(candidates(1000)) == 384
     assert candidates(15) == ()
@@ -85,5 +91,8 @@ def test_the_learning_rate_lets_noise_walk_equally_far():
         walked = (rate * 0.01 * rng.standard_normal((4000, steps))).sum(1).std()
         assert walked == pytest.approx(0.38, rel=0.1)
     assert learning_rate("adam", num_steps=160, noise_std=0.01) == 0.03
+    assert learning_rate("momentum", num_steps=40, noise_std=0.1) == 0.1 * learning_rate(
+        "sgd", num_steps=40, noise_std=0.1
+    )
     assert learning_rate("dp-adam", num_steps=40, noise_std=0.01) is None
     assert learning_rate("sgd", num_steps=40, noise_std=0.0) is None
