@@ -29,11 +29,13 @@ from dpmerge.client.ledger import Ledger
 from dpmerge.common.accounting import MAX_EPSILON, MIN_DELTA
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.config_rules import PARTY_NAME
+from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import fsync_folder
 from dpmerge.common.mechanism import NoiseMode, PrivacyUnit
 from dpmerge.common.signing import SHA256, PublicKey
 from dpmerge.common.sources import task_name
+from dpmerge.common.tasks import TASKS
 
 LEDGERS = "ledgers"
 
@@ -59,7 +61,7 @@ class Policy:
 
     Attributes:
         state: The site's state folder.
-        datasets: The data sets that may be used; no two of one source.
+        datasets: The data sets that may be used; no source of one lies in another's.
         noise: The weakest noise allowed.
         base_models: Allowed hashes; None allows any.
         server_keys: Whose receipts are believed.
@@ -95,9 +97,22 @@ class Policy:
         if self.noise == "secure" and plan.privacy.noise != "secure":
             problem = f"noise = {plan.privacy.noise!r} is weaker than the policy's 'secure'"
             raise DpmergeError("DPM-507", problem, 'set privacy.noise = "secure"')
+        if plan.privacy.noise_seed is not None:
+            raise DpmergeError("DPM-507", "noise_seed is set: whoever knows it can remove the noise", "remove it")
+        self._check_public(plan.training.subspace)
         if self.base_models is not None and base_sha256 not in self.base_models:
             problem = f"the base model {base_sha256[:16]}… is not on the policy's list"
             raise DpmergeError("DPM-507", problem, "have the policy's owner list its hash in base_models")
+
+    def _check_public(self, subspace: SubspaceSettings | None) -> None:
+        """Refuse directions from a data set of the site: what is called public is used without noise or charge."""
+        if subspace is None or subspace.public == RANDOM:
+            return
+        wanted = subspace.public if subspace.public in TASKS else _resolved(subspace.public)
+        for dataset in self.datasets:
+            if _share_records(dataset.source, wanted):
+                problem = f"subspace.public names records of the site's data set {dataset.id!r}"
+                raise DpmergeError("DPM-507", problem, f'name public texts, or "{RANDOM}" for random directions')
 
 
 @dataclass(frozen=True)
@@ -205,13 +220,19 @@ def _dataset(name: str, table: Any, path: Path) -> DataSet:
 
 
 def _different(datasets: list[DataSet], where: str) -> tuple[DataSet, ...]:
-    owners: dict[str | Path, str] = {}
-    for dataset in datasets:
-        other = owners.setdefault(dataset.source, dataset.id)
-        _check(
-            other == dataset.id, f"dataset.{dataset.id}", str(dataset.source), f"in one place, not {other} too", where
-        )
+    for number, dataset in enumerate(datasets):
+        for other in datasets[:number]:  # records with two ledgers could be spent twice, each time under its own cap
+            is_apart = not _share_records(dataset.source, other.source)
+            wanted = f"in one data set, not in {other.id} too"
+            _check(is_apart, f"dataset.{dataset.id}", str(dataset.source), wanted, where)
     return tuple(datasets)
+
+
+def _share_records(one: str | Path, other: str | Path) -> bool:
+    """Whether two sources are one task, or one file or folder, or one lies in the other."""
+    if isinstance(one, Path) and isinstance(other, Path):
+        return one.is_relative_to(other) or other.is_relative_to(one)
+    return one == other
 
 
 def _resolved(path: str | Path) -> Path:

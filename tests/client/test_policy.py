@@ -90,6 +90,32 @@ def test_training_without_privacy_is_refused(policy, tmp_path):
         open_account(plan, BASE, tmp_path, policy)
 
 
+def test_no_policy_allows_noise_that_somebody_knows(tmp_path):
+    (tmp_path / "policy.toml").write_text(POLICY.replace("state =", "noise = 'fast'\nstate =", 1))
+    lenient = load_policy(tmp_path / "policy.toml")
+    open_account(plan_of(tmp_path, more="privacy = { noise = 'fast' }"), BASE, tmp_path, lenient)
+    seeded = plan_of(tmp_path, more="privacy = { noise = 'fast', noise_seed = 7 }")
+    with pytest.raises(DpmergeError, match="DPM-507: noise_seed"):
+        open_account(seeded, BASE, tmp_path, lenient)
+
+
+@pytest.mark.parametrize("public", ["trec6", "more/old.csv", "more", "link"])
+def test_directions_of_a_data_set_of_the_site_are_refused_whatever_the_federation_calls_public(tmp_path, public):
+    more = "[dataset.more]\ndata = 'more/old.csv'\nepsilon_cap = 1.0\ndelta = 1e-5\n"
+    (tmp_path / "policy.toml").write_text(POLICY + more)
+    (tmp_path / "link").symlink_to(tmp_path / "more")
+    policy = load_policy(tmp_path / "policy.toml")
+
+    def plan(public):
+        subspace = f"training = {{ subspace = {{ k = 8, public = '{public}' }} }}"
+        return plan_of(tmp_path, more=subspace)
+
+    for allowed in ("sms", "none", "public.csv"):
+        open_account(plan(allowed), BASE, tmp_path, policy)
+    with pytest.raises(DpmergeError, match=r"DPM-507: subspace\.public"):
+        open_account(plan(public), BASE, tmp_path, policy)
+
+
 @pytest.mark.parametrize("name", ["reviews.csv", "./reviews.csv", "link.csv", "reviews.csv::train"])
 def test_another_way_to_write_the_path_is_the_same_data(policy, tmp_path, name):
     (tmp_path / "reviews.csv").touch()
@@ -112,6 +138,8 @@ def test_another_way_to_write_the_path_is_the_same_data(policy, tmp_path, name):
         ("delta = 1e-5", "delta = 0", "DPM-103"),
         ("delta = 1e-5", "delta = 1e-5\nunit = 'family'", "DPM-103"),
         ('task = "trec6"', 'data = "./reviews.csv"', "DPM-103"),  # one file, two ledgers
+        ('task = "trec6"', 'data = "reviews.csv/.."', "DPM-103"),  # a folder and a file in it
+        ('task = "trec6"', 'data = "reviews.csv/part.csv"', "DPM-103"),
         ('task = "trec6"', 'task = "trec6"\ndata = "x.csv"', "DPM-103"),
         ('task = "trec6"', "", "DPM-103"),
         ('state = "state"', "state = 1", "DPM-103"),
