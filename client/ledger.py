@@ -38,7 +38,8 @@ class Reservation:
     """A charge made before training.
 
     Attributes:
-        id: Random, so that two reservations with equal settings differ.
+        id: 128 random bits that nobody else learns: two reservations with equal settings differ, and a head, which is
+            public and a hash over the binding too, cannot be compared with guesses of the data.
         binding: SHA-256 over the private data and the configuration; it never leaves the party.
         charge: ε, δ and the mechanism's numbers, as they were when it was made.
         is_new: Whether it was made just now (nothing of it was used before).

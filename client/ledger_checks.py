@@ -43,11 +43,13 @@ def check_against_release(
         detail = "no reservation up to that line charges what the statement says"
         return [*checks, Check("ledger charge", "FAIL", detail)]
     checks.append(Check("ledger charge", "PASS", "a reservation up to that line charges what the statement says"))
-    recorded = any(
-        line.entry["kind"] == "released"
-        and line.entry["reservation"] in charged
-        and line.entry["release"] == release_sha256
+    paid = {
+        line.entry["reservation"]: line.entry["release"]
         for line in lines
-    )
-    told = "recorded as released" if recorded else "charged, but not recorded as released"
-    return [*checks, Check("ledger release", "PASS" if recorded else "WARN", told)]
+        if line.entry["kind"] == "released" and line.entry["reservation"] in charged
+    }
+    if release_sha256 in paid.values():
+        return [*checks, Check("ledger release", "PASS", "recorded as released")]
+    if charged <= paid.keys():  # a reservation pays for one release
+        return [*checks, Check("ledger release", "FAIL", "every such reservation paid for another release")]
+    return [*checks, Check("ledger release", "WARN", "charged, but not recorded as released")]

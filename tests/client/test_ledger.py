@@ -31,6 +31,16 @@ def test_reservation_is_charged_once_and_found_again(tmp_path):
     assert _reserve(ledger).is_new  # from another folder: a charge of its own
 
 
+def test_a_head_does_not_tell_what_the_records_are(tmp_path):
+    heads = set()
+    for folder in (tmp_path / "a", tmp_path / "b"):  # the same data: whoever guesses them cannot test the guess
+        folder.mkdir()
+        ledger = Ledger(folder / "ledger.jsonl")
+        _reserve(ledger, reservation=reservation_id(folder))
+        heads.add(ledger.head())
+    assert len(heads) == 2
+
+
 def test_a_reservation_goes_on_with_the_same_data_and_settings_only(tmp_path):
     ledger = Ledger(tmp_path / "ledger.jsonl")
     first = _reserve(ledger, reservation="r")

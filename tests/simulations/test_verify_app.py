@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from dpmerge.client.ledger import Ledger
+from dpmerge.client.ledger_checks import check_against_release
 from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
 from dpmerge.common.release import SIGNATURE, release_hash, to_files, write_files
 from dpmerge.server.receipts import make_receipt
@@ -159,6 +160,15 @@ def test_an_unsigned_release_is_found_in_the_ledger_without_a_head(dpmerge, site
         "PASS",
         "PASS",
     )
+
+
+def test_a_second_release_on_a_charge_that_paid_for_the_first_fails(tmp_path):
+    ledger, charge = Ledger(tmp_path / "ledger.jsonl"), json.loads(json.dumps(statement()))
+    reservation = ledger.reserve(dataset="reviews", binding="b", charge=charge)
+    told = [check_against_release(ledger.lines(), ledger.head(), charge, "2" * 64)[-1]]  # a crash: not yet recorded
+    ledger.released(reservation, "1" * 64)
+    told += [check_against_release(ledger.lines(), ledger.head(), charge, name * 64)[-1] for name in "12"]
+    assert [check.status for check in told] == ["WARN", "PASS", "FAIL"]
 
 
 def test_a_ledger_that_charged_something_else_fails(dpmerge, tmp_path):
