@@ -62,7 +62,7 @@ def load_basis(path: Path, identity: Identity) -> Basis:
     Raises:
         DpmergeError: DPM-505 if the file is damaged, or of another base model, layout, head or public data.
     """
-    fix = f"remove {path}: it will be made again"
+    fix = f"remove it from {FOLDER} in the asset cache: it will be made again"  # no path: refusals go to the server
     try:
         with safe_open(path, framework="pt") as file:
             text = json.loads(file.metadata()["dpmerge"])

@@ -89,8 +89,9 @@ def test_a_stored_basis_comes_back_and_is_held_to_what_it_was_made_of(tmp_path):
     assert torch.equal(loaded.coordinates, basis.coordinates)
     assert loaded.rows.data_ptr() % 64 == 0  # else the same basis would train to other last bits
     for part in IDENTITY:
-        with pytest.raises(DpmergeError, match=f"DPM-505: .* is of another {part}; remove"):
+        with pytest.raises(DpmergeError, match=f"DPM-505: .* is of another {part}; remove") as refusal:
             load_basis(path, IDENTITY | {part: "ef"})
+        assert str(tmp_path) not in str(refusal.value)  # it goes to the server
     data = path.read_bytes()
     for damaged, reason in ((data[:-1] + bytes([data[-1] ^ 1]), "is damaged"), (data[:-5], "cannot be read")):
         path.write_bytes(damaged)
