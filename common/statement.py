@@ -145,6 +145,7 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
     for key in _TEXTS:
         text = statement[key]
         _refuse_unless(isinstance(text, str) and bool(text.strip()), f"{key} is not a text that says something")
+    _refuse_unless(isinstance(statement["training"], Mapping), "training is not an object")
     for key, words in (("trust_model", TRUST_MODEL), ("not_protected", list(NOT_PROTECTED))):
         _refuse_unless(statement[key] == words, f"{key} is not in the words that every statement uses")
     if problem := subspace_problem(statement):

@@ -70,10 +70,7 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
         return "subspace.public, texts_sha256 and num_public do not fit each other"
     if settings is None:
         return "subspace is stated although the training settings name none"
-    same = {key: settings.get(key) for key in ("k", "refresh_every_steps", "allocation", "clip")}
-    same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
-    differing = [key for key, value in same.items() if told[key] != value]
-    return f"subspace.{differing[0]} differs from the training settings" if differing else None
+    return _difference(told, settings, statement["training"].get("seed"))
 
 
 def subspace_words(statement: Mapping[str, Any]) -> str:
@@ -84,6 +81,20 @@ def subspace_words(statement: Mapping[str, Any]) -> str:
     if told["public"] is None:
         return f", {told['k']} random directions"
     return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]})"
+
+
+def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: object) -> str | None:
+    """Return which key of a `subspace` the training settings do not lead to; what they leave out allows anything."""
+    same = {key: settings.get(key) for key in ("k", "refresh_every_steps", "allocation", "clip")}
+    same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
+    same["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") == "public" else None
+    same["seed"] = told["seed"] if seed is None else seed
+    differing = [key for key, value in same.items() if told[key] != value]
+    if told["allocation"] != "public" and told["scales"] != [1.0, 1.0]:  # a history is of the steps to come
+        differing.append("scales")
+    if told["num_public"] > settings.get("num_public", told["num_public"]):
+        differing.append("num_public")
+    return f"subspace.{differing[0]} differs from the training settings" if differing else None
 
 
 def _stated_settings(statement: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -176,7 +176,8 @@ def _consistency(statement: Mapping[str, Any]) -> Check:
 def _coordinates(release: Release, mechanism: Mechanism) -> Check:
     """Hold the number of noised coordinates to the tensors: all that was trained must have been noised."""
     name = "coordinates"
-    settings = release.statement["training"].get("lora")
+    training = release.statement["training"]
+    settings = training.get("lora") if isinstance(training, Mapping) else None
     if not isinstance(settings, Mapping) or not isinstance(settings.get("train_a"), bool):
         return Check(name, "WARN", "the training settings do not say whether A was trained")
     trained = [t for key, t in release.adapter.items() if settings["train_a"] or ".lora_A." not in key]

@@ -194,8 +194,9 @@ def test_no_privacy_is_stated_plainly():
         check_statement({**statement, "cross_check": read()["cross_check"]})
 
 
-TRAINED = {"k": 64, "public": "sms", "refresh_every_steps": 0, "allocation": "uniform", "clip": "fixed"}
-TOLD = TRAINED | {
+TOLD = {"k": 64, "public": "sms", "refresh_every_steps": 0, "allocation": "uniform", "clip": "fixed"}
+TRAINED = TOLD | {"text": "text", "num_public": 1000}
+TOLD |= {
     "texts_sha256": "0" * 64,
     "num_public": 400,
     "seed": 7,
@@ -208,14 +209,15 @@ TOLD = TRAINED | {
 def in_subspace(training=TRAINED, **changes):
     """The statement of a training in 64 directions, with some of what it tells of them changed."""
     told = {key: value for key, value in (TOLD | changes).items() if value != "left out"}
-    return read() | {"num_coordinates": 64, "subspace": told, "training": {"training": {"subspace": training}}}
+    settings = {"training": {"subspace": training}, "seed": 7}
+    return read() | {"num_coordinates": 64, "subspace": told, "training": settings}
 
 
 def test_a_subspace_is_stated_with_its_public_texts():
     statement = write(
         Mechanism(**{**SETTINGS, "num_coordinates": 64}),
         subspace=TOLD,
-        training={"training": {"subspace": {**TRAINED, "text": "text", "num_public": 1000}}},
+        training={"training": {"subspace": TRAINED}},
     )
     assert check_statement(json.loads(json.dumps(statement))).num_coordinates == 64
     assert "64 directions from the public texts sms (000000000000)" in sentence(statement)
@@ -242,6 +244,10 @@ def test_a_subspace_is_stated_with_its_public_texts():
         ({"allocation": "private"}, "subspace.allocation"),
         ({"allocation": "public"}, "subspace.allocation differs"),
         ({"clip_quantile": 0.9}, "subspace.clip_quantile"),
+        ({"clip_quantile": 0.5}, "subspace.clip_quantile differs"),
+        ({"scales": [0.5, 2.0]}, "subspace.scales differs"),
+        ({"seed": 8}, "subspace.seed differs"),
+        ({"num_public": 1001}, "subspace.num_public differs"),
         ({"training": None}, "the training settings name none"),
     ],
 )

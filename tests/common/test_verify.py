@@ -91,6 +91,7 @@ def test_a_changed_file_fails_and_is_not_read(name):
         ({"tuning_disclosure": " "}, {"statement"}),
         ({"not_protected": []}, {"statement"}),
         ({"subspace": {"k": 16}}, {"statement"}),
+        ({"training": [1]}, {"statement"}),
         ({"extra": 1}, {"statement"}),
     ],
 )
