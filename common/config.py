@@ -133,11 +133,15 @@ class FileSource:
     user: str | None = None
 
 
+_NAME_PUBLIC_TEXTS = f'name public texts that no party has, or "{RANDOM}" for random directions'
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartyPlan:
     """All that one party needs to know to train and release.
 
-    `privacy.population` is always set; `privacy.epsilon` is set exactly when `privacy.private`.
+    `privacy.population` is always set; `privacy.epsilon` is set exactly when `privacy.private`; a subspace is not of
+    the party's own data, however the plan was made.
     """
 
     party: str
@@ -147,6 +151,12 @@ class PartyPlan:
     privacy: PrivacySettings
     source: TaskSource | FileSource
     seed: int
+
+    def __post_init__(self) -> None:
+        subspace = self.training.subspace
+        if subspace is not None and _is_own(subspace.public, self.source):
+            complaint = f"is the data of party {self.party}"
+            raise Refused("training", "subspace.public", subspace.public, complaint, _NAME_PUBLIC_TEXTS)
 
     def to_dict(self) -> dict[str, object]:
         """The plan as JSON-able tables; `plan_from_dict` is the way back."""
@@ -282,10 +292,17 @@ def _subspace(federation: Federation, subspace: SubspaceSettings, section: str) 
             if any(_same_place(path, _absolute(federation.folder, own)) for own in (party.data, party.test) if own)
         ]
     if owners:
-        fix = 'name public texts that no party has, or "none" for random directions'
         complaint = f"is the data of party {owners[0]}"
-        raise Refused(section, "subspace.public", subspace.public, complaint, fix)
+        raise Refused(section, "subspace.public", subspace.public, complaint, _NAME_PUBLIC_TEXTS)
     return replace(subspace, public=path)
+
+
+def _is_own(public: str, source: TaskSource | FileSource) -> bool:
+    """Whether public texts are a party's own data, or its test data."""
+    if isinstance(source, TaskSource):
+        return public == source.task
+    own = [path for path in (source.path, source.test) if path is not None]
+    return public != RANDOM and not _is_task(public) and any(_same_place(public, path) for path in own)
 
 
 def _is_task(name: str) -> bool:

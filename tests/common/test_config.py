@@ -270,6 +270,18 @@ def test_a_tampered_plan_is_refused():
         plan_from_dict(tables)
 
 
+@pytest.mark.parametrize("public", ["own", "test"])
+def test_no_plan_calls_its_own_data_public_however_it_was_made(public):
+    tables = plan(BASE + EPSILON + PARTY + 'test = "open.csv"\n').to_dict()
+    paths = {"own": tables["source"]["path"] + "::train", "test": tables["source"]["test"]}
+    tables["training"]["subspace"] = {"k": 4, "public": paths[public]}
+    with pytest.raises(DpmergeError, match=r"subspace\.public = .* is the data of party shop"):
+        plan_from_dict(tables)
+    tables["source"], tables["training"]["subspace"]["public"] = {"task": "sms"}, "sms"
+    with pytest.raises(DpmergeError, match=r"subspace\.public = .* is the data of party shop"):
+        plan_from_dict(tables)
+
+
 def test_the_fingerprint_depends_on_every_setting_and_on_nothing_else():
     first = plan(BASE + EPSILON + PARTY)
     assert plan("[lora]\nalpha = 16\n[run]\nseed = 7\n" + BASE + EPSILON + PARTY).fingerprint() == first.fingerprint()
