@@ -10,7 +10,7 @@ from dpmerge.client.ledger import Ledger, Line
 from dpmerge.client.ledger_checks import check_against_head, check_against_release
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import load_key_list
-from dpmerge.common.manifest import Manifest, manifest_hash
+from dpmerge.common.manifest import Manifest, manifest_hash, parse_signature
 from dpmerge.common.receipt import Receipt, parse_receipt
 from dpmerge.common.release import MERGE, SIGNATURE, release_files, release_from_files, release_hash
 from dpmerge.common.signing import MAX_SEALED_BYTES, PublicKey, Sealed
@@ -104,6 +104,8 @@ def _release_with_receipt(files: Mapping[str, bytes], path: Path, trust: Trust) 
     at = receipt.received_at if signed.status == "PASS" else trust.at
     checks = check_release(files, Trust(at, trust.keys, trust.key_list))
     _, manifest = check_manifest(files, Trust(at, trust.keys, trust.key_list))
+    if manifest is not None and parse_signature(files[SIGNATURE], "release").key_id == sealed.key_id:
+        signed = Check(signed.name, "FAIL", "signed with the release's own key: a party's word for what the server has")
     return [*checks, Check("receipt signature", signed.status, signed.detail), _fits(receipt, manifest, files)]
 
 

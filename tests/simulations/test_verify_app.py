@@ -9,13 +9,14 @@ import pytest
 from dpmerge.client.ledger import Ledger
 from dpmerge.client.ledger_checks import check_against_release
 from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
-from dpmerge.common.release import SIGNATURE, release_hash, to_files, write_files
+from dpmerge.common.release import SIGNATURE, release_files, release_hash, to_files, write_files
 from dpmerge.server.receipts import make_receipt
 from tests.signed_releases import KEY, SERVER_KEY, STRANGER, release, signed_files, statement
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
     from dpmerge.simulations import cli
+    from dpmerge.simulations.verification import verify_path
 
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -160,6 +161,16 @@ def test_an_unsigned_release_is_found_in_the_ledger_without_a_head(dpmerge, site
         "PASS",
         "PASS",
     )
+
+
+def test_no_party_signs_its_own_receipt(site):
+    files = release_files(site / "release")
+    manifest = manifest_of(parse_signature(files[SIGNATURE], "shop"), "shop")
+    own = {"manifest_sha256": manifest_hash(files[SIGNATURE]), "spool_sha256": "e" * 64, "time": NOW}
+    (site / "receipt.json").write_bytes(make_receipt(manifest, **own, key=KEY))
+    given = {"keys": [str(KEY.public)], "key_list": None, "receipt": site / "receipt.json", "ledger": None}
+    _, checks = verify_path(site / "release", **given)
+    assert {check.name for check in checks if check.status == "FAIL"} == {"receipt signature"}
 
 
 def test_a_second_release_on_a_charge_that_paid_for_the_first_fails(tmp_path):
