@@ -63,6 +63,7 @@ def grid(num_adapters: int) -> tuple[float, ...]:
 def choose_coefficient(
     base: Base,
     adapters: Mapping[Path, Adapter],
+    tasks: Mapping[str, PublicTask],
     files: Mapping[str, Path],
     coefficients: Sequence[float],
     merged_at: Callable[[float], Merged],
@@ -72,15 +73,12 @@ def choose_coefficient(
     Args:
         base: The base model, freshly loaded; adapters are added to it.
         adapters: Folder → adapter, of what is merged; the heads answer for the merged model.
-        files: Party → a public file with the columns `text` and `label`.
+        tasks: Party → what to measure on; see `public_tasks`.
+        files: Party → the file that its records came from, for the account.
         coefficients: What to try, in ascending order; see `grid`.
         merged_at: Coefficient → merge.
-
-    Raises:
-        DpmergeError: DPM-103 for a party without a head; DPM-203 for a file that cannot be read or used.
     """
     inputs = list(adapters.values())
-    tasks = public_tasks(inputs, files)
     with tempfile.TemporaryDirectory() as scratch:
         folders = {f"grid-{index}": Path(scratch) / str(index) for index in range(len(coefficients))}
         for folder, coefficient in zip(folders.values(), coefficients, strict=True):

@@ -36,7 +36,7 @@ Adapters = Annotated[
 ]
 Out = Annotated[Path | None, _option("Where the result goes; empty or new.", None, "--out", metavar="DIR")]
 Method = Annotated[str, _option("A name of --list.")]
-Weights = Annotated[str | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")]
+Weights = Annotated[list[str] | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")]
 Strict = Annotated[bool, _option("Refuse other modules or seeds of A.", None, "--strict/--no-strict")]
 Seed = Annotated[int | None, _option("Of random masks.")]
 Coefficient = Annotated[float | None, _option("Factor on the sum.", TUNED)]
@@ -117,7 +117,7 @@ def merge(
     from dpmerge.simulations.merge_run import Request, inspect, run, spooled
 
     options = {
-        "weights": _numbers("--weights", weights.split(",")) if weights is not None else None,
+        "weights": _numbers("--weights", ",".join(weights).split(",")) if weights else None,
         "layer_scales": _numbers("--layer-scale", layer_scale) if layer_scale else None,
         "coefficient": coefficient,
         "density": density,
@@ -213,9 +213,18 @@ def _numbers(option: str, texts: Iterable[str]) -> dict[str, float]:
 def _input(text: str) -> tuple[str | None, Path]:
     """Read a folder, or NAME=FOLDER where no such folder exists."""
     name, mark, folder = text.partition("=")
-    if Path(text).exists() or not mark:
+    if not mark or _exists(Path(text)):
         return None, Path(text)
+    if not name or not folder:
+        raise DpmergeError("DPM-103", f"{text!r} is not of the form NAME=FOLDER", "write, say, shop=path/to/adapter")
     return name, Path(folder)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # no name that a file could have
+        return False
 
 
 def _pairs(option: str, texts: Iterable[str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """One merge from gate to folder; `merge_app` is what people type, this is what happens then."""
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -116,10 +117,10 @@ def inspect(request: Request) -> Gate:
     """Read the adapters and list what keeps them from being merged.
 
     Raises:
-        DpmergeError: DPM-301 if the output folder is in the way; DPM-403 without adapters.
+        DpmergeError: DPM-301 if the output folder cannot be used; DPM-403 without adapters.
     """
     if request.out is not None:
-        check_new_folder(request.out)
+        _check_out(request.out, [folder for _, folder in request.inputs])
     return gates.inspect(request.inputs, strict=request.options["strict"])
 
 
@@ -140,9 +141,24 @@ def run(request: Request, gate: Gate) -> Outcome:
         try:
             _write(request, request.out, outcome)
         except OSError as problem:
-            fix = "give another --out"
-            raise DpmergeError("DPM-301", f"{request.out} cannot be written: {problem.strerror}", fix) from None
+            raise _unwritable(request.out, problem) from None
     return outcome
+
+
+def _check_out(out: Path, inputs: Sequence[Path]) -> None:
+    """Refuse a place that is taken, that no folder can have, or that lies in a folder which is read."""
+    try:
+        check_new_folder(out)
+    except OSError as problem:
+        raise _unwritable(out, problem) from None
+    place = Path(os.path.realpath(out))  # unlike `resolve`, it takes a loop of links for a name
+    for folder in inputs:
+        if place.is_relative_to(os.path.realpath(folder)):
+            raise DpmergeError("DPM-301", f"{out} lies in {folder}, which is merged", "give another --out")
+
+
+def _unwritable(out: Path, problem: OSError) -> DpmergeError:
+    return DpmergeError("DPM-301", f"{out} cannot be written: {problem.strerror}", "give another --out")
 
 
 def _with_statistics(request: Request, gate: Gate) -> Request:
@@ -175,6 +191,7 @@ def _validate(request: Request, gate: Gate) -> Validation | None:
     """Measure the merge on the public files that were named, and choose the coefficient there if there is one."""
     if not request.validation:
         return None
+    tasks = public_tasks(gate.adapters, request.validation)
     options, coefficients = request.options, grid(len(gate.adapters))
     if not _chooses(request):
         coefficients = (merge(gate.adapters, **options).info["coefficient"],)
@@ -182,7 +199,8 @@ def _validate(request: Request, gate: Gate) -> Validation | None:
     def merged_at(coefficient: float) -> Merged:
         return merge(gate.adapters, **options | ({"coefficient": coefficient} if _chooses(request) else {}))
 
-    return choose_coefficient(_open(request, gate), _folders(gate), request.validation, coefficients, merged_at)
+    base, files = _open(request, gate), request.validation
+    return choose_coefficient(base, _folders(gate), tasks, files, coefficients, merged_at)
 
 
 def _gaps(request: Request, gate: Gate, merged: Merged) -> dict[str, PredictedGap]:

@@ -90,8 +90,10 @@ def _claim(entry: Entry) -> str:
     if entry.private is None:
         return f"{party} came without a privacy statement: nothing is claimed for it, and merging adds no privacy."
     try:
-        mechanism_from_statement(entry.statement)
+        private = mechanism_from_statement(entry.statement).private
     except DpmergeError:
+        private = None
+    if private is None or (private and (entry.epsilon is None or entry.delta is None)):
         return f"{party} came with an incomplete privacy statement: nothing is claimed for it here."
     return _escaped(sentence(entry.statement))
 

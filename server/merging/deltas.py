@@ -6,7 +6,6 @@ the methods. Factors of a folder stay in their file until a method looks at them
 """
 
 import hashlib
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,26 +33,14 @@ from dpmerge.common.release import (
     release_hash,
 )
 from dpmerge.common.untrusted import parse_json, parse_tensors
+from dpmerge.server.merging.peft_config import check_plain_lora, scaling
 from dpmerge.server.merging.stored import DTYPES, StoredTensor, open_tensors
 
 Source = Tensor | StoredTensor
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/model
 
-# Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
-UNSUPPORTED = (
-    "use_dora",
-    "lora_bias",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "use_bdlora",
-)
+LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever made it
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,8 +135,13 @@ class Adapter:
 
     @property
     def base(self) -> str:
-        """The base model's name: a hub id as it is, of a path only its last part, which two machines can share."""
-        name = str(self.config.get("base_model_name_or_path"))
+        """The base model's name: a hub id as it is, of a path only its last part, which two machines can share.
+
+        Empty where the configuration names none.
+        """
+        name = self.config.get("base_model_name_or_path")
+        if not isinstance(name, str):
+            return ""
         return name if HUB_ID.fullmatch(name) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
 
@@ -161,11 +153,14 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
     """
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    fix = "name a folder with a LoRA adapter in safetensors"
+    if not folder.is_dir():
+        raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
+    names = {path.name for path in folder.iterdir()}
     if ADAPTER not in names or CONFIG not in names:
         pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
         problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
-        raise DpmergeError("DPM-402", f"{folder} {problem}", "name a folder with a LoRA adapter in safetensors")
+        raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
     origin = party or folder.name
     files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
@@ -221,20 +216,14 @@ def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party
         DpmergeError: DPM-402 for anything that is not LoRA on linear layers, or whose shapes contradict the
             configuration.
     """
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        problem = f"{party}: peft_type = {config.get('peft_type')!r}, bias = {config.get('bias')!r}"
-        raise DpmergeError("DPM-402", problem, "only LoRA without trained biases can be merged")
-    for setting in UNSUPPORTED:
-        if config.get(setting):
-            problem = f"{party}: {setting} = {config[setting]!r} cannot be merged"
-            raise DpmergeError("DPM-402", problem, "train the adapter as plain LoRA on linear layers")
+    check_plain_lora(config, party)
     factors = {}
     pairs = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
     for stem in sorted(pairs):
         if f"{stem}.lora_B.weight" in tensors:
             name = stem.removeprefix(PEFT_PREFIX)
             a, b = tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"]
-            factors[name] = Factors(a, b, _scaling(name, a.shape, b.shape, config, party))
+            factors[name] = Factors(a, b, scaling(name, a.shape, b.shape, config, party))
     for key in tensors:
         if not key.endswith((".lora_A.weight", ".lora_B.weight")) or key.rpartition(".lora_")[0] not in pairs:
             raise DpmergeError("DPM-402", f"{party}: {key} has no place in a LoRA merge", "merge plain LoRA adapters")
@@ -242,23 +231,6 @@ def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party
         problem = f"{party}: {len(tensors)} tensors form {len(factors)} pairs of lora_A and lora_B"
         raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
     return factors
-
-
-def _scaling(name: str, a: Sequence[int], b: Sequence[int], config: Mapping[str, Any], party: str) -> float:
-    rank = int(_of_pattern(config.get("rank_pattern"), name, config["r"]))
-    alpha = float(_of_pattern(config.get("alpha_pattern"), name, config["lora_alpha"]))
-    if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
-        problem = f"{party}: {name} has A {tuple(a)} and B {tuple(b)} where the configuration says rank {rank}"
-        raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
-    return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
-
-
-def _of_pattern(pattern: Mapping[str, Any] | None, name: str, default: float) -> float:
-    """Look a module up as PEFT does: a pattern matches a whole tail of its dotted name, and the first match wins."""
-    for key, value in (pattern or {}).items():
-        if re.match(rf"(.*\.)?({key})$", name):
-            return float(value)
-    return default
 
 
 def gather(

@@ -6,6 +6,8 @@ module at a time, and lists every mismatch by party with its remedy. What most o
 
 import hashlib
 import math
+import os
+import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,7 @@ from safetensors import safe_open
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import ADAPTER
-from dpmerge.server.merging.deltas import Adapter, read_adapter
+from dpmerge.server.merging.deltas import LARGEST, Adapter, read_adapter
 
 MAX_NAMED = 8  # names listed in one sentence; the rest is counted
 
@@ -43,7 +45,7 @@ class Entry:
         delta: The stated δ.
         unit: What one neighbour differs in, "record" or "user".
         statement: The privacy statement, empty without one.
-        non_finite: Modules that hold NaN or infinity.
+        overflowing: Modules whose change may hold numbers that fp32 does not.
     """
 
     party: str
@@ -62,7 +64,7 @@ class Entry:
     delta: float | None
     unit: str | None
     statement: Mapping[str, Any]
-    non_finite: tuple[str, ...]
+    overflowing: tuple[str, ...]
 
     @property
     def claim(self) -> str:
@@ -109,7 +111,7 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool) -> Gate:
     adapters, entries, refusals = [], [], []
     for name, folder in inputs:
         try:
-            adapter = read_adapter(folder, name or folder.resolve().name)
+            adapter = read_adapter(folder, name or Path(os.path.realpath(folder)).name)
             entries.append(_entry(adapter, folder))
             adapters.append(adapter)
         except DpmergeError as refusal:
@@ -121,22 +123,24 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool) -> Gate:
             if name and name != adapter.party:
                 fix = "give its folder without a name"
                 refusals.append(_refused(name, f"{folder} is a release of {adapter.party}", fix))
-    refusals += [*_names(entries), *_bases(entries), *_shapes(entries), *_non_finite(entries), *_heads(adapters)]
+    refusals += [*_names(entries), *_bases(entries), *_shapes(entries), *_overflows(entries), *_heads(adapters)]
     refusals += [*_seeds(entries), *_targets(entries)] if strict else []
     return Gate(tuple(adapters), tuple(entries), tuple(refusals))
 
 
 def _entry(adapter: Adapter, folder: Path) -> Entry:
     digest = hashlib.sha256()
-    shapes, ranks, scalings, non_finite = {}, set(), set(), []
-    for name, item in sorted(adapter.modules.items()):  # one after the other: they may be read from disk on access
-        shapes[name] = (len(item.b), item.a.shape[1])
+    shapes, ranks, scalings, overflowing = {}, set(), set(), []
+    for name, item in sorted(adapter.modules.items()):
+        a = item.a  # read from disk, once
+        shapes[name] = item.shape
         ranks.add(item.rank)
         scalings.add(item.scaling)
-        digest.update(f"{name}|{tuple(item.a.shape)}|".encode())
-        digest.update(item.a.contiguous().cpu().numpy().data)
-        if not (torch.isfinite(item.a).all() and torch.isfinite(item.b).all()):
-            non_finite.append(name)
+        digest.update(f"{name}|{tuple(a.shape)}|".encode())
+        digest.update(a.contiguous().cpu().numpy().data)
+        lengths = [float(torch.linalg.vector_norm(factor, dtype=torch.float64)) for factor in (a, item.b)]
+        if not abs(item.scaling) * math.prod(lengths) <= LARGEST:  # no entry is larger than this product
+            overflowing.append(name)
     stated = adapter.statement
     return Entry(
         party=adapter.party,
@@ -155,7 +159,7 @@ def _entry(adapter: Adapter, folder: Path) -> Entry:
         delta=_number(stated.get("target_delta")),
         unit=str(stated["privacy_unit"]) if "privacy_unit" in stated else None,
         statement=stated,
-        non_finite=tuple(non_finite),
+        overflowing=tuple(overflowing),
     )
 
 
@@ -173,7 +177,7 @@ def _a_seed(statement: Mapping[str, Any]) -> int | None:
 def _number(value: object) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    return float(value) if math.isfinite(value) else None
+    return float(value) if 0 <= value <= sys.float_info.max else None
 
 
 def _refused(party: str, problem: str, fix: str) -> DpmergeError:
@@ -195,6 +199,10 @@ def some(names: Sequence[str]) -> str:
 def _names(entries: Sequence[Entry]) -> list[DpmergeError]:
     counts = Counter(entry.party for entry in entries)
     return [
+        DpmergeError("DPM-402", f"{party!r} is no name of a party", "give it another, as in shop=FOLDER")
+        for party in counts
+        if not party or party != party.strip() or not party.isprintable()
+    ] + [
         _refused(party, f"{count} adapters have this name", f"name them, as in {party}-1=FOLDER; each party once")
         for party, count in counts.items()
         if count > 1
@@ -247,12 +255,12 @@ def _targets(entries: Sequence[Entry]) -> list[DpmergeError]:
     ]
 
 
-def _non_finite(entries: Sequence[Entry]) -> list[DpmergeError]:
+def _overflows(entries: Sequence[Entry]) -> list[DpmergeError]:
     fix = "leave it out: its training diverged, or the file is damaged"
     return [
-        _refused(entry.party, f"{ADAPTER}: {module} holds NaN or infinity", fix)
+        _refused(entry.party, f"{ADAPTER}: the change of {module} is too large for fp32", fix)
         for entry in entries
-        for module in entry.non_finite
+        for module in entry.overflowing
     ]
 
 

@@ -16,6 +16,7 @@ import scipy.linalg
 import torch
 from torch import Tensor
 
+from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors
 
 BLOCK = 256
@@ -125,7 +126,10 @@ def truncate(item: Factors, rank: int) -> tuple[Factors, float]:
         return factorise((item.b.to(dtype) * item.scaling) @ item.a.to(dtype), rank)
     q_b, r_b = thin_qr(item.b * item.scaling)
     q_a, r_a = thin_qr(item.a.T)
-    u, s, vh = torch.linalg.svd(r_b @ r_a.T, full_matrices=False)
+    core = r_b @ r_a.T
+    if not torch.isfinite(core).all():
+        raise overflow()
+    u, s, vh = torch.linalg.svd(core, full_matrices=False)
     root = s[:rank].sqrt()  # shared evenly: neither factor is much larger than the other
     kept = Factors((root[:, None] * (vh[:rank] @ q_a.T)).float(), ((q_b @ u[:, :rank]) * root).float())
     return kept, float(torch.linalg.vector_norm(s[rank:]))
@@ -151,6 +155,8 @@ def factorise(delta: Tensor, rank: int) -> tuple[Factors, float]:
     for strip in torch.split(matrix, BLOCK, 1):
         products.addmm_(strip.double(), strip.double().T)
     energy = float(products.trace())
+    if not math.isfinite(energy):
+        raise overflow()
     basis = _leading_eigenvectors(products, rank)
     other = matrix.new_empty(rank, matrix.shape[1], dtype=torch.float32)
     for strip, kept in zip(torch.split(matrix, BLOCK, 1), torch.split(other, BLOCK, 1), strict=True):
@@ -161,6 +167,12 @@ def factorise(delta: Tensor, rank: int) -> tuple[Factors, float]:
     if out <= width:
         return Factors(other, basis.float()), lost
     return Factors(basis.T.float().contiguous(), other.T.contiguous()), lost
+
+
+def overflow() -> DpmergeError:
+    """Return the refusal of a merged change that has numbers beyond fp32."""
+    fix = "give a smaller coefficient, smaller weights or layer factors, or a larger density"
+    return DpmergeError("DPM-103", "the merged change is too large for fp32", fix)
 
 
 def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:

@@ -50,7 +50,8 @@ def add_change(model: PreTrainedModel, merged: Merged) -> None:
 
     Raises:
         DpmergeError: DPM-402 for a module that the model lacks, that has another shape, no floating-point weight, or
-            a weight that another module uses too. Nothing is added then.
+            a weight that another module uses too; nothing is added then. DPM-103 for a sum that the weight's own
+            precision cannot hold.
     """
     targets = {name: _weight(model, name) for name in merged.modules}
     for name, (weight, transposed) in targets.items():
@@ -61,7 +62,11 @@ def add_change(model: PreTrainedModel, merged: Merged) -> None:
             raise DpmergeError("DPM-402", problem, "give --base the model that the adapters were trained on")
     for name, (weight, transposed) in targets.items():
         delta = merged.modules[name].delta()
-        weight.copy_(weight.float() + (delta.T if transposed else delta))
+        changed = weight.float() + (delta.T if transposed else delta)
+        if not changed.abs().max() <= torch.finfo(weight.dtype).max:
+            problem = f"{name} with the merged change is too large for the base model's {weight.dtype}"
+            raise DpmergeError("DPM-103", problem, "give a smaller coefficient or smaller weights")
+        weight.copy_(changed)
 
 
 def save_model(model: PreTrainedModel, base: str, folder: Path) -> None:

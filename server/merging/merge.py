@@ -12,19 +12,18 @@ from torch import Tensor
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import MERGED, Release, adapter_key
-from dpmerge.server.merging.deltas import Adapter, Factors, Modules, gather
+from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules, gather
 from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.least_squares import statistics_hash
-from dpmerge.server.merging.lowrank import total_norm
+from dpmerge.server.merging.lowrank import overflow, total_norm
 from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
 from dpmerge.server.merging.wrappers import bounded, denoised, in_core, party_norms, scale_layers
 
-LARGEST = sys.float_info.max
 SMALLEST = sys.float_info.min
 RANGES = {
-    "coefficient": (-LARGEST, LARGEST, "is not finite", "state a number such as 0.5"),
+    "coefficient": (-LARGEST, LARGEST, "is not finite in fp32", "state a number such as 0.5"),
     "density": (SMALLEST, 1.0, "is outside (0, 1]", "state the share of entries to keep, for example 0.2"),
     "ridge": (0.0, LARGEST, "is negative or not finite", "state a small number such as 1e-6"),
     "common_share": (SMALLEST, 1.0, "is outside (0, 1]", "state a share such as 0.8"),
@@ -260,8 +259,8 @@ def _weights(parties: Sequence[str], weights: Mapping[str, float] | None) -> tup
         problem = f"weights name {', '.join(sorted(weights))}, but the parties are {', '.join(parties)}"
         raise DpmergeError("DPM-103", problem, "give one weight per party")
     for party, weight in weights.items():
-        if not math.isfinite(weight):
-            raise _refused(f"weights.{party}", weight, "is not finite", "give a finite weight")
+        if not abs(weight) <= LARGEST:
+            raise _refused(f"weights.{party}", weight, "is not finite in fp32", "give a weight such as 0.5")
     return tuple(float(weights[party]) for party in parties)
 
 
@@ -273,6 +272,8 @@ def _measures(modules: Modules, num_parties: int, combined: Combined) -> dict[st
     else:
         norms = party_norms(modules)
     norm = total_norm(combined.modules.values())
+    if not norm <= LARGEST:
+        raise overflow()
     lost = math.hypot(*combined.lost.values())
     whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
     return {

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.deltas import Factors, Modules
+from dpmerge.server.merging.deltas import LARGEST, Factors, Modules
 from dpmerge.server.merging.geometry import borrowed, overlaps, split
 from dpmerge.server.merging.linear import shares
 from dpmerge.server.merging.lowrank import gram, weighted_sum
 from dpmerge.server.merging.noise import Noise
+from dpmerge.server.merging.peft_config import matches
 from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
 from dpmerge.server.merging.subspace import stacked_bases
 
@@ -149,8 +150,8 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     """
     for pattern, scale in scales.items():
         problem = f"merge.layer_scales.{pattern} = {scale!r}"
-        if not math.isfinite(scale):
-            raise DpmergeError("DPM-103", f"{problem} is not finite", "give a finite factor, for example 0.5")
+        if not abs(scale) <= LARGEST:
+            raise DpmergeError("DPM-103", f"{problem} is not finite in fp32", "give a factor such as 0.5")
         if not any(_matches(pattern, name) for name in combined.modules):
             fix = f"name the end of a module's name, for example {min(combined.modules).rpartition('.')[2]}"
             raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
@@ -192,7 +193,7 @@ def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
 
 def _matches(pattern: str, name: str) -> bool:
     try:
-        return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None
+        return matches(pattern, name)
     except re.error as error:
         problem = f"merge.layer_scales.{pattern} is no pattern ({error})"
         raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None

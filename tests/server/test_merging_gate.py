@@ -10,12 +10,15 @@ from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2Model
 
+from dpmerge.common.accounting import cross_check
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.release import MERGE, release_from_files, to_files
+from dpmerge.common.statement import build_statement
 from dpmerge.server.coefficient import first_layer, grid, max_length
 from dpmerge.server.merging.card import merge_card
-from dpmerge.server.merging.deltas import Factors
-from dpmerge.server.merging.gate import MAX_NAMED, inspect
+from dpmerge.server.merging.deltas import Factors, read_adapter
+from dpmerge.server.merging.gate import MAX_NAMED, _entry, inspect
 from dpmerge.server.merging.materialize import add_change
 from dpmerge.server.merging.merge import Merged, as_release, merge
 
@@ -106,6 +109,22 @@ def test_a_card_claims_nothing_that_the_statement_does_not(tmp_path):
     assert "not private" in merge_card(release, [silent, gate.entries[1]], materialized=False, pictured=False)
 
 
+@pytest.mark.parametrize("change", [{"epsilon": "1"}, {"epsilon": -1}, {"target_delta": None}])
+def test_a_card_claims_nothing_for_a_statement_whose_claim_is_no_number(tmp_path, change):
+    """The gate takes such a number for not stated; `merge` does not verify statements, so the card must not trip."""
+    mechanism = Mechanism(
+        noise_multiplier=2.0, l2_clip_norm=1.0, population=2800, expected_batch_size=128, num_steps=3,
+        target_delta=1e-5, num_coordinates=64,
+    )  # fmt: skip
+    words = {"task": "films", "labels": ("bad", "good"), "base_sha256": "0" * 64, "tuning_disclosure": "none"}
+    statement = build_statement(mechanism, cross_check(mechanism), party="shop", training={}, **words) | change
+    entry = _entry(replace(read_adapter(plain(tmp_path / "shop")[1]), statement=statement), tmp_path / "shop")
+    release, gate = merged_release(tmp_path, "library")
+    release = replace(release, merge=release.merge | {"inputs": [{"party": "shop", "weight": 1.0}]})
+    text = merge_card(release, [entry], materialized=False, pictured=False)
+    assert "shop came with an incomplete privacy statement: nothing is claimed" in text
+
+
 def test_the_card_stays_out_of_the_hash_and_the_record_in_it(tmp_path):
     release, gate = merged_release(tmp_path, "shop", "library")
     card = merge_card(release, gate.entries, materialized=False, pictured=True)
@@ -149,6 +168,15 @@ def test_a_change_that_does_not_fit_leaves_every_weight_alone(name, shape, words
     assert caught.value.code == "DPM-402"
     assert words in str(caught.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_sum_that_the_base_cannot_hold_in_its_precision_is_refused():
+    config = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
+    query = "encoder.layer.0.attention.self.query"
+    change = Merged({query: Factors(*ones(4, 4), scaling=1e6)}, {})
+    add_change(BertForMaskedLM(config), change)
+    with pytest.raises(DpmergeError, match=r"DPM-103: .*query with the merged change is too large .*float16"):
+        add_change(BertForMaskedLM(config).half(), change)
 
 
 def test_coefficients_begin_at_the_average_and_end_at_the_sum():

@@ -287,6 +287,13 @@ PAIR = {"base_model.model.q.lora_A.weight": torch.zeros(2, 3), "base_model.model
         ({"lora_bias": True}, {}, "lora_bias"),
         ({"modules_to_save": ["head"]}, {}, "modules_to_save"),
         ({"r": 3}, {}, "q has A .* rank 3"),
+        ({"r": None}, {}, "r = None is no finite number"),
+        ({"lora_alpha": "4"}, {}, "lora_alpha = '4' is no finite number"),
+        ({"lora_alpha": 10**400}, {}, "is no finite number"),
+        ({"use_rslora": "false"}, {}, "use_rslora = 'false'"),
+        ({"rank_pattern": [2]}, {}, r"rank_pattern = \[2\] is no object"),
+        ({"rank_pattern": {"(": 2}}, {}, "rank_pattern has '\\(', which is no pattern"),
+        ({"alpha_pattern": {"q": True}}, {}, "alpha_pattern.q = True is no finite number"),
         ({}, {"base_model.model.e.lora_embedding_A": torch.zeros(2, 3)}, "lora_embedding_A"),
         ({}, {"base_model.model.q.lora_magnitude_vector": torch.zeros(3)}, "lora_magnitude_vector"),
         ({}, {"base_model.model.k.lora_A.weight": torch.zeros(2, 3)}, "3 tensors form 1 pairs"),
@@ -304,9 +311,10 @@ def test_what_is_no_plain_lora_is_refused_by_name(
 
 
 def test_folders_without_an_adapter_are_refused(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(DpmergeError, match="lacks adapter_config"):
-            read_adapter(folder)
+    with pytest.raises(DpmergeError, match="lacks adapter_config"):
+        read_adapter(tmp_path)
+    with pytest.raises(DpmergeError, match="absent is no folder"):
+        read_adapter(tmp_path / "absent")
     (tmp_path / "adapter_model.bin").write_bytes(b"")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(DpmergeError, match="only pickled weights"):

@@ -338,6 +338,17 @@ REFUSED_OPTIONS: dict[str, tuple[list[str], str]] = {
     "parameter of another method": (["--method", "average", "--density", "0.5"], "is no parameter of average"),
     "validation that is not there": (["--method", "concat", "--validate", "shop=x.csv"], "DPM-103: --validate shop"),
     "a layer factor without a number": (["--layer-scale", "query"], "DPM-103: --layer-scale 'query'"),
+    "a party weighed in two options": (
+        ["--weights", "shop=1,library=1", "--weights", "shop=2"],
+        "DPM-103: --weights names shop twice",
+    ),
+    "a coefficient beyond fp32": (["--coefficient", "1e300"], "merge.coefficient = 1e+300 is not finite in fp32"),
+    "a layer factor beyond fp32": (["--layer-scale", "query=1e300"], "query = 1e+300 is not finite in fp32"),
+    "a sum beyond fp32": (["--coefficient", "3e38", "--weights", "shop=9,library=9"], "DPM-103: the merged change is"),
+    "a sum of low rank beyond fp32": (["--coefficient", "3e38", "--rank", "1"], "DPM-103: the merged change is"),
+    "a matrix beyond fp32": (["--method", "ties", "--coefficient", "3e38"], "DPM-103: the merged change is too large"),
+    "density near 0": (["--method", "dare", "--density", "1e-300"], "DPM-103: the merged change is too large for fp32"),
+    "validation without a head": (["--validate", "shop=x.csv", "--base", "no/such"], "no release has a head of shop"),
     "unknown robustness": (
         ["--robust", "trim"],
         "DPM-103: merge.robust = 'trim' is unknown; choose one of clip, median",
@@ -408,6 +419,11 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "another rank": (lambda f: change_config(f, r=5), [f"bad: {FIRST} has A (2, 8)"]),
     "another base": (lambda f: change_config(f, base_model_name_or_path="x/other"), ["bad: base model other but tiny"]),
     "no base": (lambda f: change_config(f, base_model_name_or_path=""), ["bad: names no base model"]),
+    "null for a base": (lambda f: change_config(f, base_model_name_or_path=None), ["bad: names no base model"]),
+    "a change beyond fp32": (
+        lambda f: change_config(f, lora_alpha=1e300),
+        [f"bad: adapter_model.safetensors: the change of {FIRST} is too large for fp32"],
+    ),
 }
 
 
@@ -464,6 +480,22 @@ def test_an_output_folder_in_use_is_left_alone(dpmerge, pair, tmp_path):
         assert (code, stdout) == (2, "")
         assert err.startswith("DPM-301: ")
     assert [path.name for path in out.iterdir()] == ["note.txt"]
+
+
+def test_a_place_that_cannot_be_or_is_read_is_refused_before_anything_is_read(dpmerge, pair, tmp_path):
+    for out, words in ((pair[0] / "merged", "lies in"), (tmp_path / ("x" * 300), "cannot be written: File name too")):
+        code, stdout, err = dpmerge(*pair, "--out", out)
+        assert (code, stdout) == (2, "")
+        assert err.startswith("DPM-301: ")
+        assert words in err
+        assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "a\x1b[31m"])
+def test_a_party_has_a_name_that_can_be_printed(dpmerge, pair, tmp_path, name):
+    code, stdout, err = dpmerge(f"{name}={pair[0]}", pair[1], "--out", tmp_path / "merged")
+    assert (code, stdout) == (2, "")
+    assert err.splitlines()[-1].startswith("DPM-")
 
 
 def test_a_base_model_of_another_hash_is_not_merged_into(dpmerge, base, releases, tmp_path):
