@@ -19,6 +19,8 @@ learning_rate = 0.01
 [privacy]
 noise = "fast"
 noise_seed = 3
+[merge]
+method = "average"
 """
 PARTY = """
 [[party]]

@@ -1,0 +1,144 @@
+"""How many releases one intake takes per second, in how much memory, and whether it loses any.
+
+    python benchmarks/intake.py [--quick] [--format json]
+
+200 parties with keys of their own send releases of the demo's size (r = 8 on the last two layers of minilm-l6) to one
+server: sizes, signature, hashes, every tensor, the head and the statement are checked, the files and the receipt
+fsynced. `releases_per_second` counts them one after the other, wall time. A statement costs most, since ε is composed
+anew: with the 40 different ε of the full run nearly always. With `--quick` all parties state one ε, which the
+accountant remembers, so that it shows what everything else costs. `lost` counts receipts whose release is not in the
+spool, byte for byte, when it is opened anew, and resends that get another receipt. `peak_rss_mib` is of the whole
+process, `growth_mib` what 200 releases add to it.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from dpmerge.client.party import make_mechanism
+from dpmerge.client.signed_release import sign_release
+from dpmerge.common.accounting import cross_check
+from dpmerge.common.config import PartyPlan, parse_federation, party_plan
+from dpmerge.common.key_list import KeyList
+from dpmerge.common.model import load_base
+from dpmerge.common.receipt import parse_receipt
+from dpmerge.common.release import Release, to_files
+from dpmerge.common.signing import SigningKey
+from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
+from dpmerge.common.statement import build_statement
+from dpmerge.server.expectation import expectation_of
+from dpmerge.server.intake import Expectation
+from dpmerge.server.receipts import Receipts
+from dpmerge.server.reception import Reception
+from dpmerge.server.spool import Spool
+
+NUM_RELEASES = 200
+FEDERATION = "benchmark-5f0c"
+SHARED = '[base]\nmodel = "minilm-l6"\n[lora]\nlayers = "last:2"\nrank = 8\n[merge]\nmethod = "average"\n'
+
+
+def federation(num_mechanisms: int) -> tuple[list[PartyPlan], Expectation]:
+    """Return the parties' plans, which state so many different epsilons, and what the server expects of them."""
+    parties = [
+        f'[[party]]\nname = "p{i:03}"\ntask = "product"\nepsilon = {1 + 7 * (i % num_mechanisms) / num_mechanisms}\n'
+        for i in range(NUM_RELEASES)
+    ]
+    parsed = parse_federation(SHARED + "".join(parties), "benchmark.toml")
+    plans = [party_plan(parsed, party.name) for party in parsed.parties]
+    return plans, expectation_of(load_base("minilm-l6"), plans)
+
+
+def make_release(plan: PartyPlan, expectation: Expectation, key: SigningKey) -> dict[str, bytes]:
+    """Return a signed release that says what was agreed; its weights are random, which intake cannot tell."""
+    generator = torch.Generator().manual_seed(int(plan.party[1:]))
+    adapter = {
+        name: expectation.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)
+        for name, shape in expectation.shapes.items()
+    }
+    num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - expectation.shared_a.keys())
+    mechanism = make_mechanism(plan, num_coordinates)
+    statement = build_statement(
+        mechanism,
+        cross_check(mechanism),
+        party=plan.party,
+        task=task_name(plan),
+        labels=tuple(label_descriptions(plan.source)),
+        base_sha256=expectation.base_sha256,
+        tuning_disclosure=plan.privacy.tuning,
+        training=public_settings(plan),
+        noise_seed=noise_origin(plan),
+        subspace=None,
+    )
+    heads = {plan.party: expectation.parties[plan.party].head}
+    release = Release(plan.party, adapter, dict(expectation.adapter_config), heads, statement)
+    return sign_release(to_files(release), federation=FEDERATION, ledger_head="ab" * 32, key=key)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    arguments = parser.parse_args()
+    plans, expectation = federation(1 if arguments.quick else 40)
+    keys = {plan.party: SigningKey(bytes([*int(plan.party[1:]).to_bytes(2, "big"), *bytes(30)])) for plan in plans}
+    sent = {plan.party: make_release(plan, expectation, keys[plan.party]) for plan in plans}
+    print(f"{len(sent)} releases of {sum(map(len, sent['p000'].values()))} bytes", file=sys.stderr)
+    key_list = KeyList({party: (key.public,) for party, key in keys.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(Path(folder), sent, expectation, key_list)
+    environment = {"python": platform.python_version(), "torch": version("torch"), "machine": platform.machine()}
+    if arguments.format == "json":
+        print(json.dumps({"benchmark": "intake", "figures": figures, "environment": environment}))
+    else:
+        print("\n".join(f"{name:24} {value:.4g}" for name, value in figures.items()))
+
+
+def measure(
+    folder: Path, sent: dict[str, dict[str, bytes]], expectation: Expectation, keys: KeyList
+) -> dict[str, float]:
+    """Receive every release once, timed, and again from a second opening of the same folders, compared."""
+
+    def opened() -> Reception:
+        spool, receipts = Spool(folder / "spool"), Receipts(folder / "receipts")
+        server = SigningKey(bytes([255]) * 32)
+        return Reception(
+            federation=FEDERATION, expectation=expectation, keys=keys, key=server, spool=spool, receipts=receipts
+        )
+
+    reception, before = opened(), peak_rss_mib()
+    start = time.monotonic()
+    receipts = {party: reception.receive(party, files, datetime.now(UTC)).receipt for party, files in sent.items()}
+    seconds, after = time.monotonic() - start, peak_rss_mib()
+    again = opened()
+    stored, names = again.spool.releases(), again.spool.hashes()
+    lost = sum(
+        stored.get(party) != files
+        or names[party] != parse_receipt(receipts[party], party)[0].spool_sha256
+        or again.receipts.find(party) != receipts[party]
+        for party, files in sent.items()
+    )
+    resent = [party for party in list(sent)[:10]]
+    lost += sum(again.receive(party, sent[party], datetime.now(UTC)).receipt != receipts[party] for party in resent)
+    return {
+        "releases_per_second": len(sent) / seconds,
+        "peak_rss_mib": after,
+        "growth_mib": after - before,
+        "lost": lost,
+    }
+
+
+def peak_rss_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()
