@@ -5,6 +5,7 @@ Nothing is written unless everything fits, and then in one step: the output fold
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ import typer
 
 from dpmerge.common.config_sections import MergeSettings
 from dpmerge.common.errors import DpmergeError
-from dpmerge.simulations.terminal import BAD_INPUT, Format, FormatOption, answer, console
+from dpmerge.simulations.terminal import BAD_INPUT, INTERRUPTED, Format, FormatOption, answer, console
 
 if TYPE_CHECKING:
     from dpmerge.server.merging.gate import Gate
@@ -143,10 +144,15 @@ def merge(
         validation={party: Path(file) for party, file in _pairs("--validate", validate or ()).items()},
         public={party: Path(file) for party, file in _pairs("--public", public or ()).items()},
     )
-    gate = inspect(request)
-    if gate.refusals:
-        return _refuse(gate, output)
-    _report(request.out, run(request, gate), output)
+    try:
+        gate = inspect(request)
+        if gate.refusals:
+            return _refuse(gate, output)
+        outcome = run(request, gate)
+    except KeyboardInterrupt:  # of which typer would keep the exit code alone
+        print("interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    _report(request.out, outcome, output)
     return 0
 
 

@@ -119,7 +119,7 @@ def test_a_card_claims_nothing_for_a_statement_whose_claim_is_no_number(tmp_path
     words = {"task": "films", "labels": ("bad", "good"), "base_sha256": "0" * 64, "tuning_disclosure": "none"}
     statement = build_statement(mechanism, cross_check(mechanism), party="shop", training={}, **words) | change
     entry = _entry(replace(read_adapter(plain(tmp_path / "shop")[1]), statement=statement), tmp_path / "shop")
-    release, gate = merged_release(tmp_path, "library")
+    release, _ = merged_release(tmp_path, "library")
     release = replace(release, merge=release.merge | {"inputs": [{"party": "shop", "weight": 1.0}]})
     text = merge_card(release, [entry], materialized=False, pictured=False)
     assert "shop came with an incomplete privacy statement: nothing is claimed" in text

@@ -15,6 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, BertTokenizerFast
 
+from dpmerge.common import release as release_module
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import load_base
@@ -496,6 +497,23 @@ def test_a_party_has_a_name_that_can_be_printed(dpmerge, pair, tmp_path, name):
     code, stdout, err = dpmerge(f"{name}={pair[0]}", pair[1], "--out", tmp_path / "merged")
     assert (code, stdout) == (2, "")
     assert err.splitlines()[-1].startswith("DPM-")
+
+
+def test_interrupting_leaves_nothing_and_says_so(dpmerge, pair, tmp_path, monkeypatch):
+    """The interrupt comes while files are written, in the temporary folder that takes the output's place."""
+    before = sorted(tmp_path.rglob("*"))
+
+    def stop(code):
+        raise SystemExit(code)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(release_module, "fsync_folder", interrupted)
+    monkeypatch.setattr(cli.os, "_exit", stop)
+    code, out, err = dpmerge(*pair, "--out", tmp_path / "merged")
+    assert (code, out, err) == (130, "", "interrupted; nothing was written\n")
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_base_model_of_another_hash_is_not_merged_into(dpmerge, base, releases, tmp_path):
