@@ -144,13 +144,7 @@ def merge(
         seed=seed,
         **chosen,
     )
-    inputs, used, account = bounded(modules, recipe, robust) if robust else (modules, recipe, None)
-    if denoise:
-        inputs = denoised(inputs, noise)
-    if core:
-        combined = in_core(row.function, inputs, used, whole_model=row.whole_model)
-    else:
-        combined = row.function(inputs, used)
+    combined, account = _combined(row, modules, recipe, core=core, robust=robust, denoise=denoise)
     combined = scale_layers(combined, layer_scales or {})
     stated = {
         "core": core,
@@ -172,6 +166,20 @@ def merge(
         "factors": combined.factors,
     }
     return Merged(combined.modules, info | _measures(modules, len(parties), combined))
+
+
+def _combined(
+    row: MergeMethod, modules: Modules, recipe: Recipe, *, core: bool, robust: Robust | None, denoise: bool
+) -> tuple[Combined, dict[str, Any] | None]:
+    """Apply a method inside the wrappers that were asked for; also return what bounding a party's influence did."""
+    account = None
+    if robust:
+        modules, recipe, account = bounded(modules, recipe, robust)
+    if denoise:
+        modules = denoised(modules, recipe.noise)
+    if core:
+        return in_core(row.function, modules, recipe, whole_model=row.whole_model), account
+    return row.function(modules, recipe), account
 
 
 def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
