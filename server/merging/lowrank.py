@@ -217,21 +217,30 @@ def _add_product(total: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tens
 def _squared_norm(item: Factors) -> float:
     """Return ‖τ‖²; of the long stacks that many parties leave, in fp32 by whichever form takes fewer products."""
     out, width = item.shape
-    if item.rank <= 2 * BLOCK:
+    if item.rank <= BLOCK:
         return float(gram([item]))
-    a, b = item.a.float(), item.b.float() * item.scaling
-    for factor, other in ((a, b), (b, a)):
-        if factor.shape[0] == factor.shape[1] == int(factor.count_nonzero()) and bool((factor.diagonal() == 1).all()):
-            return float(torch.linalg.vector_norm(other, dtype=torch.float64)) ** 2  # beside the identity
-    parts = list(zip(torch.split(a, BLOCK), torch.split(b, BLOCK, 1), strict=True))
-    if item.rank * (out + width) > out * width:
-        return float(torch.linalg.vector_norm(_full_sum(parts, out, width), dtype=torch.float64)) ** 2
-    total = 0.0
-    for i, (left_a, left_b) in enumerate(parts):
-        for j, (right_a, right_b) in enumerate(parts[: i + 1]):
-            products = (left_b.T @ right_b) * (left_a @ right_a.T)
-            total += float(products.sum(dtype=torch.float64)) * (1 if i == j else 2)
-    return total
+    a, b = item.a.float(), item.b.float()
+    if _is_identity(a) or _is_identity(b):
+        total = _sum_of_squares(b if _is_identity(a) else a)
+    elif item.rank * (out + width) > out * width:
+        pairs = zip(torch.split(a, BLOCK), torch.split(b, BLOCK, 1), strict=True)
+        total = _sum_of_squares(_full_sum(pairs, out, width))
+    else:
+        total, parts = 0.0, list(zip(torch.split(a, BLOCK), torch.split(b, BLOCK, 1), strict=True))
+        for i, (left_a, left_b) in enumerate(parts):
+            for j, (right_a, right_b) in enumerate(parts[: i + 1]):
+                products = (left_b.T @ right_b) * (left_a @ right_a.T)
+                total += float(products.sum(dtype=torch.float64)) * (1 if i == j else 2)
+    return total * item.scaling**2
+
+
+def _is_identity(matrix: Tensor) -> bool:
+    square = matrix.shape[0] == matrix.shape[1]
+    return square and bool((matrix.diagonal() == 1).all()) and int(matrix.count_nonzero()) == len(matrix)
+
+
+def _sum_of_squares(matrix: Tensor) -> float:
+    return sum(float(rows.double().square().sum()) for rows in torch.split(matrix, BLOCK))
 
 
 def _blocks(ranks: Sequence[int]) -> Iterator[slice]:

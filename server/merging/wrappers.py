@@ -156,7 +156,10 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
             fix = f"name the end of a module's name, for example {min(combined.modules).rpartition('.')[2]}"
             raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
     chosen = {n: next((s for p, s in scales.items() if _matches(p, n)), 1.0) for n in combined.modules}
-    merged = {name: Factors(item.a, item.b * chosen[name], item.scaling) for name, item in combined.modules.items()}
+    merged = {
+        name: item if chosen[name] == 1 else Factors(item.a, item.b * chosen[name], item.scaling)
+        for name, item in combined.modules.items()
+    }
     lost = {name: abs(chosen[name]) * value for name, value in combined.lost.items()}
     return replace(combined, modules=merged, lost=lost)
 
