@@ -20,7 +20,7 @@ from dpmerge.server.merging.recipe import Combined, Recipe
 
 # Both constants were chosen by measurement, see docs/results.md.
 CAUTION = 0.3  # least pull of the factors towards the average
-NOISE_COST = 0.0135  # of a noise as large as a signal: noise moves weights far and answers little
+NOISE_COST = 0.55  # of a noise as long as another party's whole change, which its task has learned to bear
 SMALLEST_SIGNAL = 1e-3  # of ‖τ_t‖²: what a party is credited with at least, so that nobody is divided by zero
 
 
@@ -45,7 +45,7 @@ def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) 
 
     The second term pulls towards the weighted average f = w. Its strength c_t is `CAUTION`; plus the squared relative
     error with which the party's signal energy is known; plus `NOISE_COST` times what its noise, ‖n_t‖², is beside the
-    other parties' signals, Σ_{s≠t} w_s / ‖s_s‖² / w_t, since their tasks would carry it. Identical adapters give the
+    other parties' changes, Σ_{s≠t} w_s / ‖τ_s‖² / w_t, since their tasks would carry it. Identical adapters give the
     average, unrelated ones without noise (1 + CAUTION · w) / (1 + CAUTION) each, one adapter itself. A party of weight
     0 takes no part.
 
@@ -63,11 +63,11 @@ def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) 
     signal, energy = split(inner, noise)
     error = torch.tensor([each.relative_error for each in noise], dtype=torch.float64)[part]
     share, signal, energy = weight[part], signal[part][:, part], energy[part]
-    own = signal.diagonal()
-    per_signal = torch.where(own > 0, 1 / torch.where(own > 0, own, 1.0), 0.0)  # nobody is divided by zero
+    own, whole = signal.diagonal(), inner.double().diagonal()[part]
+    per_signal, per_change = _inverse(own), _inverse(whole)
 
     gains = share.sqrt()[:, None] * signal * per_signal[:, None]
-    others = (share * per_signal).sum() - share * per_signal
+    others = (share * per_change).sum() - share * per_change
     caution = CAUTION + (energy * error * per_signal).square() + NOISE_COST * energy * others / share
     pull = share * caution
     wanted = gains.T @ (share.sqrt() * (own > 0)) + pull * share
@@ -96,6 +96,11 @@ def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     bound = torch.outer(own.sqrt(), own.sqrt())
     signal = torch.minimum(torch.maximum(inner * kept, -bound), bound)
     return signal.diagonal_scatter(own), energy
+
+
+def _inverse(values: Tensor) -> Tensor:
+    """Return 1/x, and 0 for x = 0: a party that did not move has no part in anything."""
+    return torch.where(values > 0, 1 / torch.where(values > 0, values, 1.0), 0.0)
 
 
 def borrowed(signal: Tensor, energy: Tensor) -> Tensor:
