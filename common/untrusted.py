@@ -29,7 +29,7 @@ REASONS = {
     "unknown-party": "a party that the federation does not list",
     "party-mismatch": "the files speak of another party than the one that sent them",
     "unsigned": "no signature where one is required",
-    "signature": "a signature that is not this key's over this manifest, or not in the form in which dpmerge writes one",
+    "signature": "a signature that is not this key's over this manifest, or not in the form that dpmerge writes",
     "key": "a key that the key list does not give to this party",
     "revoked": "a key that was revoked before the release was received",
     "manifest": "files other than those that the manifest lists, or of other hashes",

@@ -131,7 +131,7 @@ def test_an_earlier_head_shows_a_cut_or_a_changed_last_line(tmp_path):
 def test_a_line_that_makes_no_sense_is_damage_although_its_hash_fits(tmp_path, entry):
     path = tmp_path / "ledger.jsonl"
     path.write_text(json.dumps({**entry, "previous": GENESIS}) + "\n")
-    with pytest.raises(DpmergeError, match="line 1 of the ledger ledger.jsonl"):
+    with pytest.raises(DpmergeError, match=r"line 1 of the ledger ledger\.jsonl"):
         Ledger(path).entries()
 
 

@@ -181,7 +181,11 @@ def test_interrupt_leaves_nothing_running_and_resume_finishes(tmp_path, product_
     again = simulate(path, out, "--resume")
     assert again.returncode == 0, again.stderr
     for ledger in out.glob("parties/*/ledger.jsonl"):
-        assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == ["reserve", "released", "receipt"]
+        assert [json.loads(line)["kind"] for line in ledger.read_text().splitlines()] == [
+            "reserve",
+            "released",
+            "receipt",
+        ]
 
 
 def _session_processes(session: int) -> list[str]:
