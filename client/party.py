@@ -98,6 +98,7 @@ def run_party(
         if not (folder / RELEASE).exists():
             release = _train(plan, base, records, binding, account, folder, on_progress, cache_trunk, activations)
             put(folder, release, account.ledger.head(), signer)
+        erase(folder / CHECKPOINT)  # nothing goes on from it any more, and it holds the key of the last steps' noise
         reservation = account.ledger.find(reservation_id(folder))
         if reservation is None or reservation.binding != binding:
             raise DpmergeError(
@@ -108,7 +109,6 @@ def run_party(
         files = outbox_files(folder, signer)
         account.ledger.released(reservation, release_hash(files))
         record_receipt(folder, account, reservation)
-        erase(folder / CHECKPOINT)
         return files
 
 

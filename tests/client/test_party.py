@@ -133,10 +133,13 @@ def test_second_call_gives_the_same_bytes_without_training(plan, tmp_path, monke
     assert len(Ledger(tmp_path / "a" / "ledger.jsonl").entries()) == 2
 
 
-def test_folder_of_other_settings_is_refused(plan, tmp_path):
+def test_folder_of_other_settings_is_refused_and_no_key_of_noise_is_left_in_it(plan, tmp_path):
     release_of(plan, tmp_path / "a")
+    left = tmp_path / "a" / "checkpoint.safetensors"  # as by a kill between the release and its end
+    left.write_bytes(b"a cipher's state")
     with pytest.raises(DpmergeError, match="DPM-302"):
         release_of(replace(plan, seed=8), tmp_path / "a")
+    assert not left.exists()
 
 
 class Killed(BaseException):
