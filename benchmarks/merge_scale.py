@@ -215,7 +215,7 @@ def child(request: dict[str, Any]) -> None:
 def cells(request: dict[str, Any]) -> Iterator[Cell]:
     """Run `child` in a process of its own, and yield what it measured within the limit of processor seconds."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    environment = os.environ | one_thread | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # freed memory goes back: peaks show
+    environment = os.environ | one_thread | {"MALLOC_MMAP_THRESHOLD_": "2097152"}  # freed memory goes back: peaks show
     command = [sys.executable, __file__, "--child", json.dumps(request)]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment)
     if done.returncode not in (0, -signal.SIGXCPU, -signal.SIGKILL):
