@@ -166,7 +166,7 @@ def test_materialize_keeps_head_and_precision_of_a_base_with_more_than_its_body(
     whole = BertForMaskedLM(AutoModel.from_pretrained(base).config).to(torch.bfloat16)
     whole.save_pretrained(tmp_path / "whole")
     options = ("--materialize", "--base", tmp_path / "whole", "--method", "average")
-        assert dpmerge(*pair, "--out", tmp_path / "full", *options)[0] == 0
+    assert dpmerge(*pair, "--out", tmp_path / "full", *options)[0] == 0
     name = "bert.encoder.layer.0.attention.self.query.weight"
     before, after = whole.state_dict(), load_file(tmp_path / "full" / "model.safetensors")
     deltas = [read_adapter(folder).modules[name[5:-7]].delta() for folder in pair]
