@@ -126,6 +126,7 @@ def _progress_file(folder: Path) -> Callable[[str, int, int], None]:
     """Return a reporter that keeps the party's stage and counts in a small file of its own folder."""
 
     def report(stage: str, num_done: int, total: int) -> None:
-        replace_file(folder / "progress.json", json.dumps({"stage": stage, "done": num_done, "total": total}))
+        state = json.dumps({"stage": stage, "done": num_done, "total": total})  # counts of records are private
+        replace_file(folder / "progress.json", state, mode=0o600)
 
     return report
