@@ -87,13 +87,18 @@ class Spool:
         Raises:
             ReleaseRefused: corrupted, when the bytes are no longer those that were accepted.
         """
-        withdrawn = self.withdrawn()
-        return {p: self._files(p, digest) for p, digest in self.hashes().items() if p not in withdrawn}
+        return {party: self._files(party, digest) for party, digest in self._to_merge().items()}
 
     def folders(self) -> dict[str, Path]:
-        """Return party → the folder of its release, as `releases` chooses and checks them."""
-        hashes = self.hashes()
-        return {party: self._releases / hashes[party] for party in self.releases()}
+        """Return party → the folder of its release, as `releases` chooses and checks them, one at a time in memory."""
+        chosen = self._to_merge()
+        for party, digest in chosen.items():
+            self._files(party, digest)
+        return {party: self._releases / digest for party, digest in chosen.items()}
+
+    def _to_merge(self) -> dict[str, str]:
+        withdrawn = self.withdrawn()
+        return {party: digest for party, digest in self.hashes().items() if party not in withdrawn}
 
     def _files(self, party: str, digest: str) -> dict[str, bytes]:
         folder = self._releases / digest
