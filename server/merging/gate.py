@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import ADAPTER
 from dpmerge.server.merging.deltas import LARGEST, Adapter, read_adapter
+from dpmerge.server.merging.stored import DTYPES
+
+_WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype → safetensors' word
 
 MAX_NAMED = 8  # names listed in one sentence; the rest is counted
 
@@ -130,12 +132,13 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool) -> Gate:
 
 def _entry(adapter: Adapter, folder: Path) -> Entry:
     digest = hashlib.sha256()
-    shapes, ranks, scalings, overflowing = {}, set(), set(), []
+    shapes, ranks, scalings, dtypes, overflowing = {}, set(), set(), set(), []
     for name, item in sorted(adapter.modules.items()):
         a = item.a  # read from disk, once
         shapes[name] = item.shape
         ranks.add(item.rank)
         scalings.add(item.scaling)
+        dtypes |= {_WORDS[source.dtype] for source in (item.source_a, item.source_b)}
         digest.update(f"{name}|{tuple(a.shape)}|".encode())
         digest.update(a.contiguous().cpu().numpy().data)
         lengths = [float(torch.linalg.vector_norm(factor, dtype=torch.float64)) for factor in (a, item.b)]
@@ -151,7 +154,7 @@ def _entry(adapter: Adapter, folder: Path) -> Entry:
         shapes=shapes,
         ranks=tuple(sorted(ranks)),
         scalings=tuple(sorted(scalings)),
-        dtypes=_dtypes(folder),
+        dtypes=tuple(sorted(dtypes)),
         a_sha256=digest.hexdigest(),
         a_seed=_a_seed(stated),
         private=bool(stated.get("private", True)) if stated else None,
@@ -161,11 +164,6 @@ def _entry(adapter: Adapter, folder: Path) -> Entry:
         statement=stated,
         overflowing=tuple(overflowing),
     )
-
-
-def _dtypes(folder: Path) -> tuple[str, ...]:
-    with safe_open(folder / ADAPTER, "pt") as file:
-        return tuple(sorted({file.get_slice(key).get_dtype() for key in file.keys()}))
 
 
 def _a_seed(statement: Mapping[str, Any]) -> int | None:
