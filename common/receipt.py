@@ -88,6 +88,17 @@ def parse_receipt(data: bytes, origin: str) -> tuple[Receipt, Sealed]:
         raise DpmergeError("DPM-404", f"{origin}: {error}", _AGAIN) from error
 
 
+def differences(receipt: Receipt, manifest: Manifest, manifest_sha256: str) -> dict[str, str]:
+    """Return what keeps a receipt from being for this very manifest: name → the manifest's value."""
+    wanted = {
+        "manifest_sha256": manifest_sha256,
+        "federation": manifest.federation,
+        "party": manifest.party,
+        "ledger_head": manifest.ledger_head,
+    }
+    return {name: value for name, value in wanted.items() if getattr(receipt, name) != value}
+
+
 def check_receipt(
     data: bytes, manifest: Manifest, manifest_sha256: str, server_keys: Iterable[PublicKey], origin: str = RECEIPT
 ) -> Receipt:
@@ -107,13 +118,6 @@ def check_receipt(
     if not any(sealed.is_signed_by(key) for key in server_keys):
         problem = f"{origin} is not signed by a server key that the site believes (key {sealed.key_id[:16]}…)"
         raise DpmergeError("DPM-404", problem, "compare the server's key with the one given to you otherwise")
-    wanted = {
-        "manifest_sha256": manifest_sha256,
-        "federation": manifest.federation,
-        "party": manifest.party,
-        "ledger_head": manifest.ledger_head,
-    }
-    for name, value in wanted.items():
-        if getattr(receipt, name) != value:
-            raise DpmergeError("DPM-404", f"{origin} is for {name} = {getattr(receipt, name)}, not {value}", _AGAIN)
+    for name, value in differences(receipt, manifest, manifest_sha256).items():
+        raise DpmergeError("DPM-404", f"{origin} is for {name} = {getattr(receipt, name)}, not {value}", _AGAIN)
     return receipt

@@ -11,7 +11,7 @@ from dpmerge.client.ledger_checks import check_against_head, check_against_relea
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import load_key_list
 from dpmerge.common.manifest import Manifest, manifest_hash, parse_signature
-from dpmerge.common.receipt import Receipt, parse_receipt
+from dpmerge.common.receipt import Receipt, differences, parse_receipt
 from dpmerge.common.release import MERGE, SIGNATURE, release_files, release_from_files, release_hash
 from dpmerge.common.signing import MAX_SEALED_BYTES, PublicKey, Sealed
 from dpmerge.common.untrusted import ReleaseRefused, parse_json
@@ -46,7 +46,7 @@ def verify_path(
     else:
         checks = _release_with_receipt(files, receipt, trust)
     if ledger is not None and verdict(checks) != "FAIL":
-        checks += ledger_checks(Ledger(existing(ledger)).lines(), path)
+        checks += _release_in_ledger(Ledger(existing(ledger)).lines(), files, path)
     return "release", checks
 
 
@@ -59,7 +59,10 @@ def ledger_checks(lines: Sequence[Line], against: Path) -> list[Check]:
     if against.is_file():
         receipt, _ = read_receipt(against)
         return [check_against_head(lines, receipt.ledger_head)]
-    files = release_files(against)
+    return _release_in_ledger(lines, release_files(against), against)
+
+
+def _release_in_ledger(lines: Sequence[Line], files: Mapping[str, bytes], against: Path) -> list[Check]:
     checks, manifest = check_manifest(files, Trust(datetime.now(UTC)))
     if verdict(checks) == "FAIL":
         raise DpmergeError("DPM-401", f"{against} is not whole: {checks[-1].detail}", "give a release as it was signed")
@@ -112,13 +115,7 @@ def _release_with_receipt(files: Mapping[str, bytes], path: Path, trust: Trust) 
 def _fits(receipt: Receipt, manifest: Manifest | None, files: Mapping[str, bytes]) -> Check:
     if manifest is None:
         return Check("receipt", "FAIL", "the release has no valid signature that a receipt could be for")
-    wanted = {
-        "manifest_sha256": manifest_hash(files[SIGNATURE]),
-        "federation": manifest.federation,
-        "party": manifest.party,
-        "ledger_head": manifest.ledger_head,
-    }
-    differing = [name for name, value in wanted.items() if getattr(receipt, name) != value]
+    differing = list(differences(receipt, manifest, manifest_hash(files[SIGNATURE])))
     if differing:
         return Check("receipt", "FAIL", f"it is for another release: {', '.join(differing)}")
     return Check("receipt", "PASS", f"received {receipt.time} as {receipt.spool_sha256[:16]}…")
