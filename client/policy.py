@@ -31,7 +31,7 @@ from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.files import fsync_folder
+from dpmerge.common.files import fsync_folder, is_within, place_of
 from dpmerge.common.mechanism import NoiseMode, PrivacyUnit
 from dpmerge.common.signing import SHA256, PublicKey
 from dpmerge.common.sources import task_name
@@ -79,7 +79,7 @@ class Policy:
         Raises:
             DpmergeError: DPM-507 if the policy lists none.
         """
-        wanted = source.task if isinstance(source, TaskSource) else _resolved(source.path)
+        wanted = source.task if isinstance(source, TaskSource) else place_of(source.path)
         for dataset in self.datasets:
             if dataset.source == wanted:
                 return dataset
@@ -108,7 +108,7 @@ class Policy:
         """Refuse directions from a data set of the site: what is called public is used without noise or charge."""
         if subspace is None or subspace.public == RANDOM:
             return
-        wanted = subspace.public if subspace.public in TASKS else _resolved(subspace.public)
+        wanted = subspace.public if subspace.public in TASKS else place_of(subspace.public)
         for dataset in self.datasets:
             if _share_records(dataset.source, wanted):
                 problem = f"subspace.public names records of the site's data set {dataset.id!r}"
@@ -215,7 +215,7 @@ def _dataset(name: str, table: Any, path: Path) -> DataSet:
     _check(_is_real(cap) and 0 < cap <= MAX_EPSILON, f"{key}.epsilon_cap", cap, f"in (0, {MAX_EPSILON:g}]", where)
     _check(_is_real(delta) and MIN_DELTA <= delta < 1, f"{key}.delta", delta, f"in [{MIN_DELTA:g}, 1)", where)
     _check(unit in get_args(PrivacyUnit), f"{key}.unit", unit, "record or user", where)
-    source = task if data is None else _resolved(path.parent / Path(data).expanduser())
+    source = task if data is None else place_of(path.parent / Path(data).expanduser())
     return DataSet(id=name, source=source, cap=Cap(epsilon=float(cap), delta=float(delta), privacy_unit=unit))
 
 
@@ -231,12 +231,8 @@ def _different(datasets: list[DataSet], where: str) -> tuple[DataSet, ...]:
 def _share_records(one: str | Path, other: str | Path) -> bool:
     """Whether two sources are one task, or one file or folder, or one lies in the other."""
     if isinstance(one, Path) and isinstance(other, Path):
-        return one.is_relative_to(other) or other.is_relative_to(one)
+        return is_within(one, other)
     return one == other
-
-
-def _resolved(path: str | Path) -> Path:
-    return Path(str(path).partition("::")[0]).resolve()
 
 
 def _are(value: Any, accepts: Any) -> bool:

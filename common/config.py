@@ -46,6 +46,7 @@ from dpmerge.common.config_sections import (
 )
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.files import is_within, place_of
 
 __all__ = [
     "BaseSettings",
@@ -289,7 +290,11 @@ def _subspace(federation: Federation, subspace: SubspaceSettings, section: str) 
         owners = [
             party.name
             for party in federation.parties
-            if any(_same_place(path, _absolute(federation.folder, own)) for own in (party.data, party.test) if own)
+            if any(
+                is_within(place_of(path), place_of(_absolute(federation.folder, own)))
+                for own in (party.data, party.test)
+                if own
+            )
         ]
     if owners:
         complaint = f"is the data of party {owners[0]}"
@@ -302,7 +307,9 @@ def _is_own(public: str, source: TaskSource | FileSource) -> bool:
     if isinstance(source, TaskSource):
         return public == source.task
     own = [path for path in (source.path, source.test) if path is not None]
-    return public != RANDOM and not _is_task(public) and any(_same_place(public, path) for path in own)
+    return (
+        public != RANDOM and not _is_task(public) and any(is_within(place_of(public), place_of(path)) for path in own)
+    )
 
 
 def _is_task(name: str) -> bool:
@@ -388,12 +395,6 @@ def _same_file(first: str, second: str) -> bool:
     """Whether two paths are one file, or one split of one folder, through links too."""
     (place, _, split), (other, _, other_split) = first.partition("::"), second.partition("::")
     return split == other_split and Path(place).resolve() == Path(other).resolve()
-
-
-def _same_place(first: str, second: str) -> bool:
-    """Whether two paths are one file or folder, or one lies in the other, whatever the split."""
-    place, other = (Path(path.partition("::")[0]).resolve() for path in (first, second))
-    return place.is_relative_to(other) or other.is_relative_to(place)
 
 
 def _model(federation: Federation) -> str:

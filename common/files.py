@@ -48,3 +48,18 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def place_of(path: str | Path) -> Path:
+    """Return the file or folder that a data path names, whatever its ::split, with links resolved."""
+    return Path(str(path).partition("::")[0]).resolve()
+
+
+def is_within(one: Path, other: Path) -> bool:
+    """Whether two resolved paths are the same, or either lies in the other.
+
+    >>> data, part, else_where = Path("/data"), Path("/data/a"), Path("/b")
+    >>> is_within(part, data), is_within(data, part), is_within(data, else_where)
+    (True, True, False)
+    """
+    return one.is_relative_to(other) or other.is_relative_to(one)
