@@ -7,12 +7,12 @@ place of a stack of their matrices.
 import torch
 from torch import Tensor
 
-from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import factorise
-from dpmerge.server.merging.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module, refuse_unequal_weights
 from dpmerge.server.merging.sparse import result_rank, total_of
 
+_OWN_WEIGHTS = "leave weights out, or choose a method that takes them"
 CLAMPED = 1e-4  # share of the largest and of the smallest entries that PCB clamps
 NO_VARIATION = 1e-12  # variance over mean square below which the parties differ by fp32 rounding only
 
@@ -27,7 +27,7 @@ def sce(modules: Modules, recipe: Recipe) -> Combined:
     entry is kept, and all of them where parties do not differ at all (mergekit returns zeros for identical adapters);
     nothing depends on the scale of the matrices (mergekit's guards of 1e-6 flatten the weights of small ones).
     """
-    _refuse_weights(recipe, "SCE")
+    refuse_unequal_weights(recipe, "SCE as published makes its own", _OWN_WEIGHTS)
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         unit = max(float(item.delta().abs().max()) for item in factors) or 1.0  # squares of tiny entries are no fp32
@@ -59,7 +59,7 @@ def pcb(modules: Modules, recipe: Recipe) -> Combined:
     Deviations: each module by itself in place of the flattened model; the largest and smallest 0.01 % of magnitudes are
     clamped by counting, so that small matrices lose none; the authors' search over coefficients is left to the caller.
     """
-    _refuse_weights(recipe, "PCB")
+    refuse_unequal_weights(recipe, "PCB as published makes its own", _OWN_WEIGHTS)
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         whole = total_of(item.delta() for item in factors)
@@ -117,9 +117,3 @@ def _most_varied(factors: tuple[Factors, ...], mean: Tensor, unit: float, densit
         return torch.ones_like(mean, dtype=torch.bool)
     places = variance.flatten().topk(max(1, int(density * varied))).indices
     return torch.zeros_like(mean, dtype=torch.bool).flatten().index_fill_(0, places, True).view_as(mean)
-
-
-def _refuse_weights(recipe: Recipe, method: str) -> None:
-    if len(set(recipe.weights)) > 1:
-        problem = f"weights {list(recipe.weights)} differ, and {method} as published makes its own"
-        raise DpmergeError("DPM-103", problem, "leave weights out, or choose a method that takes them")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.config_sections import Semantics
+from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.noise import Noise
 
@@ -74,6 +75,21 @@ class Combined:
     coefficient: float
     lost: dict[str, float] = field(default_factory=dict)
     factors: tuple[float, ...] | None = None
+
+
+def refuse_unequal_weights(recipe: Recipe, why: str, fix: str) -> None:
+    """Refuse weights that differ, for methods that were published without any.
+
+    Args:
+        recipe: Holds the weights.
+        why: What the method has in their place, as in "TIES as published has none".
+        fix: What to do.
+
+    Raises:
+        DpmergeError: DPM-103.
+    """
+    if len(set(recipe.weights)) > 1:
+        raise DpmergeError("DPM-103", f"weights {list(recipe.weights)} differ, and {why}", fix)
 
 
 Method = Callable[[Modules, Recipe], Combined]

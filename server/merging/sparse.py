@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.lowrank import factorise
-from dpmerge.server.merging.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module, refuse_unequal_weights
 
 Cut = Callable[[Tensor], Tensor]
 """Rows of a party's full matrix → the same with entries dropped; is given all rows once, in order."""
@@ -209,9 +208,8 @@ def result_rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:
 def _weights(recipe: Recipe) -> tuple[float, ...]:
     if recipe.semantics != "paper":
         return recipe.weights
-    if len(set(recipe.weights)) > 1:
-        problem = f"weights {list(recipe.weights)} differ, and TIES as published has none"
-        raise DpmergeError("DPM-103", problem, "leave weights out, or choose semantics peft or mergekit")
+    fix = "leave weights out, or choose semantics peft or mergekit"
+    refuse_unequal_weights(recipe, "TIES as published has none", fix)
     return (1.0,) * len(recipe.weights)
 
 

@@ -2,12 +2,11 @@
 
 from torch import Tensor
 
-from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
 from dpmerge.server.merging.geometry import cosines
 from dpmerge.server.merging.linear import weighted_module
 from dpmerge.server.merging.lowrank import gram
-from dpmerge.server.merging.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.recipe import Combined, Recipe, per_module, refuse_unequal_weights
 
 
 def model_stock(modules: Modules, recipe: Recipe) -> Combined:
@@ -22,9 +21,8 @@ def model_stock(modules: Modules, recipe: Recipe) -> Combined:
     Raises:
         DpmergeError: DPM-103 for unequal weights.
     """
-    if len(set(recipe.weights)) > 1:
-        problem = f"weights {list(recipe.weights)} differ, and model-stock as published has none"
-        raise DpmergeError("DPM-103", problem, "leave weights out, or choose karcher or average")
+    fix = "leave weights out, or choose karcher or average"
+    refuse_unequal_weights(recipe, "model-stock as published has none", fix)
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
         ratio = interpolation_ratio(cosines(gram(factors)))
