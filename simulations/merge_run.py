@@ -30,6 +30,7 @@ from dpmerge.server.coefficient import (
     max_length,
     public_tasks,
 )
+from dpmerge.server.evaluate import PublicTask
 from dpmerge.server.merging import gate as gates
 from dpmerge.server.merging.card import merge_card
 from dpmerge.server.merging.deltas import Adapter
@@ -131,10 +132,11 @@ def run(request: Request, gate: Gate) -> Outcome:
         DpmergeError: For a method, parameter, file or base model that cannot be used. Nothing is written then.
     """
     request = _with_statistics(request, gate)
-    validation = _validate(request, gate)
+    tasks = public_tasks(gate.adapters, request.validation)
+    validation = _validate(request, gate, tasks)
     chosen = {"coefficient": validation.coefficient} if validation and _chooses(request) else {}
     merged = merge(gate.adapters, **request.options | chosen)
-    gaps = _gaps(request, gate, merged) if request.explained else {}
+    gaps = _gaps(request, gate, merged, tasks) if request.explained else {}
     explanation = explain(gate.adapters, merged, gaps) if request.explained else None
     outcome = Outcome(gate=gate, merged=merged, explanation=explanation, validation=validation)
     if request.out is not None:
@@ -187,11 +189,10 @@ def _chooses(request: Request) -> bool:
     return row is not None and "coefficient" in row.parameters and "coefficient" not in request.options
 
 
-def _validate(request: Request, gate: Gate) -> Validation | None:
+def _validate(request: Request, gate: Gate, tasks: Mapping[str, PublicTask]) -> Validation | None:
     """Measure the merge on the public files that were named, and choose the coefficient there if there is one."""
-    if not request.validation:
+    if not tasks:
         return None
-    tasks = public_tasks(gate.adapters, request.validation)
     options, coefficients = request.options, grid(len(gate.adapters))
     if not _chooses(request):
         coefficients = (merge(gate.adapters, **options).info["coefficient"],)
@@ -203,11 +204,10 @@ def _validate(request: Request, gate: Gate) -> Validation | None:
     return choose_coefficient(base, _folders(gate), tasks, files, coefficients, merged_at)
 
 
-def _gaps(request: Request, gate: Gate, merged: Merged) -> dict[str, PredictedGap]:
+def _gaps(request: Request, gate: Gate, merged: Merged, tasks: Mapping[str, PublicTask]) -> dict[str, PredictedGap]:
     """Predict how much each party loses, where a public file of its task was named."""
-    if not request.validation:
+    if not tasks:
         return {}
-    tasks = public_tasks(gate.adapters, request.validation)
     own = {adapter.party: folder for folder, adapter in _folders(gate).items()}
     base = _open(request, gate)
     with tempfile.TemporaryDirectory() as scratch:

@@ -45,12 +45,12 @@ def explain(adapters: Sequence[Adapter], merged: Merged, gaps: Mapping[str, Pred
     by_party = {adapter.party: adapter for adapter in adapters}
     parties = tuple(merged.info["parties"])
     drift, overlap = merged.info["norms"], merged.info["overlap"]
-    noise = [noise_of(by_party[party]) for party in parties]
+    known = merged.info["noise"] or [asdict(noise_of(by_party[party])) for party in parties]  # replayed once is enough
     along = [_inner(by_party[party], merged) for party in parties]
     return Explanation(
         parties=parties,
-        noise_share=tuple(item.share for item in noise),
-        noise_origin=tuple(item.origin for item in noise),
+        noise_share=tuple(item["share"] for item in known),
+        noise_origin=tuple(item["origin"] for item in known),
         drift=tuple(drift),
         overlap=None if overlap is None else tuple(map(tuple, overlap)),
         kept=tuple(inner / norm**2 if norm else None for inner, norm in zip(along, drift, strict=True)),
