@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from trained_adapters import BASE, LAYERS, plan_of
+from trained_adapters import BASE, plan_of
 
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import FastNoise
 from dpmerge.client.party import lora_views, make_mechanism
+from dpmerge.client.party_model import party_model
 from dpmerge.client.sampling import PoissonSampler
-from dpmerge.client.train import Classifier, PrivateData, train
+from dpmerge.client.train import PrivateData, train
 from dpmerge.client.trained_space import trained_space
 from dpmerge.common.activations import Activations
-from dpmerge.common.heads import head_module
-from dpmerge.common.model import adapted_layers, attach_lora, load_base
-from dpmerge.common.sources import start_head
-from dpmerge.common.split_encoder import SplitEncoder
+from dpmerge.common.model import load_base
 from dpmerge.common.tasks import load_task
 
 TASK = "trec6"
@@ -32,14 +30,13 @@ class TimedTraining:
         """Attach LoRA to a model of its own, and encode the records."""
         self._plan = plan_of(TASK, 8.0, 0, {**training, "num_steps": NUM_STEPS})
         base, records = load_base(BASE), load_task(TASK).train
-        head = start_head(base, self._plan)
-        self._encoder = attach_lora(base, self._plan.lora, seed=0)
-        split = SplitEncoder(self._encoder, base.layers, adapted_layers(base, LAYERS)[0])
-        self._model = Classifier(self._encoder, split, head_module(head), head.feature_scale)
-        data = Activations(base, split, records.texts[:NUM_RECORDS], max_length=self._plan.base.max_length)
+        self._model = party_model(base, self._plan)
+        data = Activations(base, self._model.split, records.texts[:NUM_RECORDS], max_length=self._plan.base.max_length)
         self._data = PrivateData(data, torch.tensor(records.labels[:NUM_RECORDS]))
-        self._gradients = PerExampleGradients(self._model, max_examples=self._plan.training.expected_batch_size)
-        space = trained_space(self._plan, base, head, self._model, split, self._gradients, None)
+        self._gradients = PerExampleGradients(
+            self._model.classifier, max_examples=self._plan.training.expected_batch_size
+        )
+        space = trained_space(self._plan, self._model, self._gradients, None)
         self._space, self._start = space.coordinates, self._gradients.theta.clone()
         self._mechanism = make_mechanism(self._plan, self._space.vector.numel())
 
@@ -54,10 +51,10 @@ class TimedTraining:
         self._gradients.theta.copy_(self._start)
         q = self._plan.training.expected_batch_size / NUM_RECORDS
         train(
-            self._model,
+            self._model.classifier,
             self._data,
             self._gradients,
-            lora_views(self._gradients, self._encoder),
+            lora_views(self._gradients, self._model.encoder),
             self._mechanism,
             self._plan.training,
             PoissonSampler(q, NUM_RECORDS, seed=0),

@@ -26,6 +26,7 @@ from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGrad
 from dpmerge.client.ledger import reservation_id
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
 from dpmerge.client.outbox import RELEASE, Signer, outbox_files, put, record_receipt
+from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
@@ -36,14 +37,13 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.heads import head_module
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import Base, adapted_layers, adapter_config, attach_lora
+from dpmerge.common.model import Base, adapter_config
 from dpmerge.common.public_corpus import PublicCorpus, overlaps, public_corpus
 from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_hash
-from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
-from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
+from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
+from dpmerge.common.split_encoder import pad, padded_length, tokenize
 from dpmerge.common.statement import build_statement
 from dpmerge.common.tasks import load_task
 
@@ -139,16 +139,13 @@ def _train(
     cache_trunk: bool,
     activations: Activations | None,
 ) -> Release:
-    head = start_head(base, plan)
     config = adapter_config(base, plan.lora)
-    encoder = attach_lora(base, plan.lora, seed=plan.seed)
-    split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
-    classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
+    model = party_model(base, plan)
 
     if activations is None:
         activations = Activations(
             base,
-            split,
+            model.split,
             records.texts,
             max_length=plan.base.max_length,
             cached=cache_trunk,
@@ -159,12 +156,12 @@ def _train(
     users = None if records.users is None else Users(records.users)
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
 
-    with _gradients(classifier, plan, folder) as gradients:
-        _check_independent(gradients, classifier, split, base, plan)
+    with _gradients(model.classifier, plan, folder) as gradients:
+        _check_independent(gradients, model, plan)
         corpus = _public_corpus(plan, records, folder)
-        space = trained_space(plan, base, head, classifier, split, gradients, corpus)
+        space = trained_space(plan, model, gradients, corpus)
         mechanism = make_mechanism(plan, space.coordinates.vector.numel(), l2_clip_norm=space.l2_clip_norm)
-        statement = _statement(plan, mechanism, base, head.labels, space.description)
+        statement = _statement(plan, mechanism, base, model.head.labels, space.description)
         run = _reserved(plan, mechanism, statement, data.num_units, binding, account, folder)
 
         def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
@@ -174,10 +171,10 @@ def _train(
                 on_progress("training", step, mechanism.num_steps)
 
         train(
-            classifier,
+            model.classifier,
             data,
             gradients,
-            lora_views(gradients, encoder),
+            lora_views(gradients, model.encoder),
             mechanism,
             plan.training,
             run.sampler,
@@ -192,10 +189,10 @@ def _train(
         party=plan.party,
         adapter={
             key: value.detach().clone()
-            for key, value in get_peft_model_state_dict(encoder, save_embedding_layers=False).items()
+            for key, value in get_peft_model_state_dict(model.encoder, save_embedding_layers=False).items()
         },
         adapter_config=config,
-        heads={plan.party: _trained_head(head, classifier)},
+        heads={plan.party: _trained_head(model.head, model.classifier)},
         statement=statement,
     )
 
@@ -229,9 +226,7 @@ def _public_corpus(plan: PartyPlan, records: Records, folder: Path) -> PublicCor
     return corpus
 
 
-def _check_independent(
-    gradients: PerExampleGradients, classifier: Classifier, split: SplitEncoder, base: Base, plan: PartyPlan
-) -> None:
+def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan) -> None:
     """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
 
     Raises:
@@ -239,11 +234,13 @@ def _check_independent(
     """
     if gradients.capacity < 2:
         return  # batches of one: no example has company
-    rows = tokenize(base, list(label_descriptions(plan.source).values()), plan.base.max_length)
-    ids, mask = pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
-    hidden, labels = split.trunk(ids, mask), torch.arange(len(rows))
+    rows = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
+    ids, mask = pad(rows, int(model.base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
+    hidden, labels = model.split.trunk(ids, mask), torch.arange(len(rows))
     gradients.check_independent(
-        lambda some: nn.functional.cross_entropy(classifier(hidden[some], mask[some]), labels[some], reduction="none"),
+        lambda some: nn.functional.cross_entropy(
+            model.classifier(hidden[some], mask[some]), labels[some], reduction="none"
+        ),
         min(len(rows), gradients.capacity),
     )
 

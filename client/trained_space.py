@@ -14,15 +14,12 @@ import torch
 from dpmerge.client.basis import Basis, StreamingSvd, public_seed, random_basis
 from dpmerge.client.basis_cache import cached_basis
 from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.party_model import PartyModel
 from dpmerge.client.public_gradients import PSEUDO_LABELS, public_gradients
 from dpmerge.client.subspace import Coordinates, FullSpace, MakeBasis, Subspace
-from dpmerge.client.train import Classifier
 from dpmerge.common.activations import Activations
 from dpmerge.common.config import PartyPlan, SubspaceSettings
-from dpmerge.common.model import Base
 from dpmerge.common.public_corpus import PublicCorpus
-from dpmerge.common.release import Head
-from dpmerge.common.split_encoder import SplitEncoder
 from dpmerge.common.subspace import CLIP_QUANTILE, describe_subspace
 
 
@@ -42,22 +39,13 @@ class TrainedSpace:
 
 
 def trained_space(
-    plan: PartyPlan,
-    base: Base,
-    head: Head,
-    classifier: Classifier,
-    split: SplitEncoder,
-    gradients: PerExampleGradients,
-    corpus: PublicCorpus | None,
+    plan: PartyPlan, model: PartyModel, gradients: PerExampleGradients, corpus: PublicCorpus | None
 ) -> TrainedSpace:
     """Return the coordinates that the plan trains in, at the shared start.
 
     Args:
         plan: Its training settings say which.
-        base: The base model, with LoRA attached.
-        head: The party's label-text head, made of public descriptions.
-        classifier: What is trained.
-        split: The encoder's halves.
+        model: The party's, at the shared start.
         gradients: Per-example gradients of the classifier.
         corpus: The public texts; None without a subspace, or for random directions.
 
@@ -70,7 +58,7 @@ def trained_space(
     if corpus is None:
         make_basis = _random_directions(plan, settings, gradients)
     else:
-        make_basis = _public_directions(plan, settings, base, head, classifier, split, gradients, corpus)
+        make_basis = _public_directions(plan, settings, model, gradients, corpus)
     space = Subspace(gradients, settings, make_basis)
     clip_norm = plan.privacy.l2_clip_norm if settings.clip == "fixed" else space.clip_norm(CLIP_QUANTILE)
     description = describe_subspace(
@@ -90,23 +78,21 @@ def _random_directions(plan: PartyPlan, settings: SubspaceSettings, gradients: P
 def _public_directions(
     plan: PartyPlan,
     settings: SubspaceSettings,
-    base: Base,
-    head: Head,
-    classifier: Classifier,
-    split: SplitEncoder,
+    model: PartyModel,
     gradients: PerExampleGradients,
     corpus: PublicCorpus,
 ) -> MakeBasis:
     """Return what makes bases of public gradients at the θ of the moment, the first one found in the cache if there."""
+    base, head = model.base, model.head
 
     @cache
     def activations() -> Activations:
-        return Activations(base, split, corpus.texts, max_length=plan.base.max_length)
+        return Activations(base, model.split, corpus.texts, max_length=plan.base.max_length)
 
     def made(number: int) -> Basis:
         svd = StreamingSvd(gradients.theta.numel(), settings.k)
         seed = public_seed(f"{plan.seed}|pseudo-labels|{number}")
-        for rows in public_gradients(classifier, gradients, activations(), seed):
+        for rows in public_gradients(model.classifier, gradients, activations(), seed):
             svd.add(rows)
         return svd.finish()
 

@@ -23,21 +23,19 @@ from torch import Tensor, nn
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import FastNoise, SecureNoise
 from dpmerge.client.party import make_mechanism
+from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.client.subspace import Subspace
-from dpmerge.client.train import Classifier
 from dpmerge.client.trained_space import trained_space
 from dpmerge.common import sizing
 from dpmerge.common.accounting import epsilon_pld
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.heads import head_module
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import Base, adapted_layers, attach_lora, load_base, lora_shapes
+from dpmerge.common.model import Base, load_base, lora_shapes
 from dpmerge.common.public_corpus import public_corpus
-from dpmerge.common.release import Head
-from dpmerge.common.sources import label_descriptions, start_head
-from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
+from dpmerge.common.sources import label_descriptions
+from dpmerge.common.split_encoder import pad, padded_length, tokenize
 from dpmerge.common.subspace import CLIP_QUANTILE
 
 FACTORS = (0.5, 1.0, 2.0)
@@ -127,18 +125,15 @@ def forecast(plan: PartyPlan, *, full_grid: bool = False) -> Forecast:
     tensors = sum(
         plan.lora.rank * (width_out + width_in) for width_out, width_in in lora_shapes(base, plan.lora).values()
     )
-    head = start_head(base, plan)
-    encoder = attach_lora(base, plan.lora, seed=plan.seed)
-    split = SplitEncoder(encoder, base.layers, adapted_layers(base, plan.lora.layers)[0])
-    classifier = Classifier(encoder, split, head_module(head), head.feature_scale)
-    with PerExampleGradients(classifier, max_examples=plan.training.expected_batch_size) as gradients:
-        directions = _directions(plan, base, head, classifier, split, gradients)
+    model = party_model(base, plan)
+    with PerExampleGradients(model.classifier, max_examples=plan.training.expected_batch_size) as gradients:
+        directions = _directions(plan, model, gradients)
         clip_norm = plan.privacy.l2_clip_norm
         if directions is not None and subspace is not None and subspace.clip == "public":
             clip_norm = sizing.public_clip_norm(directions, subspace.k, CLIP_QUANTILE)
         num_coordinates = gradients.theta.numel() if subspace is None else subspace.k
         mechanism = make_mechanism(plan, num_coordinates, l2_clip_norm=clip_norm)
-        cost = _cost(plan, base, classifier, split, gradients, mechanism, tensors + head.weight.numel())
+        cost = _cost(plan, model, gradients, mechanism, tensors + model.head.weight.numel())
     numbers = {"expected_batch_size": mechanism.expected_batch_size, "num_steps": mechanism.num_steps}
     planned = size = None
     if directions is not None and mechanism.private:
@@ -170,14 +165,7 @@ def _point(directions: Directions, mechanism: Mechanism) -> sizing.Point:
     )
 
 
-def _directions(
-    plan: PartyPlan,
-    base: Base,
-    head: Head,
-    classifier: Classifier,
-    split: SplitEncoder,
-    gradients: PerExampleGradients,
-) -> Directions | None:
+def _directions(plan: PartyPlan, model: PartyModel, gradients: PerExampleGradients) -> Directions | None:
     """Return public gradients along as many directions as the rule or the plan may want; None without public texts."""
     subspace = plan.training.subspace
     corpus = None if subspace is None else public_corpus(subspace)
@@ -186,7 +174,7 @@ def _directions(
     largest = max(subspace.k, *sizing.candidates(len(corpus.texts)), 0)
     wide = replace(subspace, k=largest, refresh_every_steps=0, allocation="uniform", clip="fixed")
     wide_plan = replace(plan, training=replace(plan.training, subspace=wide))
-    space = trained_space(wide_plan, base, head, classifier, split, gradients, corpus).coordinates
+    space = trained_space(wide_plan, model, gradients, corpus).coordinates
     if not isinstance(space, Subspace):
         raise ValueError("Expected the coordinates of a subspace, as the plan asks for.")
     return space.basis.coordinates.numpy()
@@ -194,19 +182,17 @@ def _directions(
 
 def _cost(
     plan: PartyPlan,
-    base: Base,
-    classifier: Classifier,
-    split: SplitEncoder,
+    model: PartyModel,
     gradients: PerExampleGradients,
     mechanism: Mechanism,
     num_uploaded: int,
 ) -> Cost:
     """Measure one batch of the class descriptions, repeated to the full length, and scale it to the whole training."""
     num_examples, length = gradients.capacity, padded_length(plan.base.max_length)
-    ids = _full_length_ids(plan, base, num_examples)
+    ids = _full_length_ids(plan, model.base, num_examples)
     mask, labels = torch.ones_like(ids), torch.arange(num_examples) % len(label_descriptions(plan.source))
-    hidden = split.trunk(ids, mask)
-    encode_seconds = _fastest(lambda: split.trunk(ids, mask)) / num_examples
+    hidden = model.split.trunk(ids, mask)
+    encode_seconds = _fastest(lambda: model.split.trunk(ids, mask)) / num_examples
     noise = SecureNoise() if mechanism.noise == "secure" else FastNoise(0)
     privatiser = Privatiser(mechanism, mechanism.num_coordinates, noise)
     projection = None
@@ -215,14 +201,14 @@ def _cost(
 
     def batch() -> None:
         rows = gradients.compute(
-            lambda: nn.functional.cross_entropy(classifier(hidden, mask), labels, reduction="none")
+            lambda: nn.functional.cross_entropy(model.classifier(hidden, mask), labels, reduction="none")
         )
         privatiser.accumulate(rows if projection is None else rows @ projection)
 
     queries = 2 if mechanism.sharpness == "sam" else 1
     batches = mechanism.expected_batch_size / num_examples
     step_seconds = queries * (batches * _fastest(batch) + _fastest(privatiser.finish))
-    encoded_bytes = mechanism.population * length * base.width * _FLOAT_BYTES
+    encoded_bytes = mechanism.population * length * model.base.width * _FLOAT_BYTES
     return Cost(
         num_parameters=gradients.theta.numel(),
         upload_bytes=num_uploaded * _FLOAT_BYTES,
