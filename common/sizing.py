@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 COHERENCE = 0.01
-"""κ: between 0.002 and 0.07 on three public tasks that no result of this project is reported on (docs/sizing.md)."""
+"""κ: between 0.002 and 0.07 beyond the first 32 directions of three public tasks outside the demo (docs/sizing.md)."""
 
 NOISE_WALK = 0.38
 """How far noise alone may carry one coordinate in T steps; tuned on the same three tasks."""
