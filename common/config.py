@@ -37,6 +37,7 @@ import rfc8785
 from dpmerge.common.config_rules import Refused, build, unknown_key
 from dpmerge.common.config_sections import (
     BaseSettings,
+    IntakeSettings,
     LoraSettings,
     MergeSettings,
     PartySettings,
@@ -52,6 +53,7 @@ __all__ = [
     "BaseSettings",
     "Federation",
     "FileSource",
+    "IntakeSettings",
     "LoraSettings",
     "MergeSettings",
     "PartyPlan",
@@ -69,7 +71,15 @@ __all__ = [
 
 SECTIONS: dict[str, type[Any]] = {
     cls.section: cls
-    for cls in (RunSettings, BaseSettings, LoraSettings, TrainingSettings, PrivacySettings, MergeSettings)
+    for cls in (
+        RunSettings,
+        BaseSettings,
+        LoraSettings,
+        TrainingSettings,
+        PrivacySettings,
+        IntakeSettings,
+        MergeSettings,
+    )
 }
 
 
@@ -88,6 +98,7 @@ class Federation:
     lora: LoraSettings = field(default_factory=LoraSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     privacy: PrivacySettings = field(default_factory=PrivacySettings)
+    intake: IntakeSettings = field(default_factory=IntakeSettings)
     merge: MergeSettings = field(default_factory=MergeSettings)
     folder: Path = field(default_factory=Path)
 
@@ -99,6 +110,10 @@ class Federation:
             if name in names[:index]:
                 raise Refused(f"party[{index}]", "name", name, "is taken by another party", "give each its own name")
             _resolve(self, index)
+        quorum = self.intake.min_parties
+        if quorum > len(names):
+            fix = "ask for at most all of them"
+            raise Refused("intake", "min_parties", quorum, f"is more than the {len(names)} parties there are", fix)
 
     @property
     def files(self) -> tuple[Path, ...]:

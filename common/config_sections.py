@@ -38,6 +38,7 @@ from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sha
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Semantics = Literal["paper", "peft", "mergekit"]
 Robust = Literal["clip", "median"]
+Late = Literal["keep", "refuse"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
 # Methods that need statistics of public texts are no choice in a federation file, which has no key for such texts.
@@ -253,6 +254,34 @@ class PrivacySettings:
         if self.noise_seed is not None and self.noise != "fast":
             problem = 'is allowed only with noise = "fast"'
             raise Refused(self.section, "noise_seed", self.noise_seed, problem, "remove it: secure noise has no seed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntakeSettings:
+    """`[intake]`: how many releases a merge needs, how long they are waited for, what becomes of later ones."""
+
+    section: ClassVar[str] = "intake"
+    min_parties: int = field(
+        default=1, metadata=_meta(whole(1), "With fewer accepted releases nothing is merged; at most all parties.")
+    )
+    deadline_minutes: float = field(
+        default=0.0,
+        metadata=_meta(
+            real(at_least=0.0, at_most=1e7),
+            "Minutes from the federation's founding after which nobody is waited for; 0 waits for all.",
+            90.0,
+        ),
+    )
+    late: Late = field(
+        default="keep",
+        metadata=_meta(choice(*get_args(Late)), "A release after the deadline is for the next merge, or is refused."),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.late != "keep" and not self.deadline_minutes:
+            fix = "state a deadline, for example deadline_minutes = 90, or remove late"
+            raise Refused(self.section, "late", self.late, "needs a deadline", fix)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,6 +146,16 @@ REFUSALS = {
     "no coefficient": (BASE + '[merge]\nmethod = "task-arithmetic"\n' + PARTY, "DPM-103", "has no default"),
     "stray density": (BASE + "[merge]\ndensity = 0.2\n" + PARTY, "DPM-103", "not a parameter of geometry"),
     "stray semantics": (BASE + '[merge]\nsemantics = "peft"\n' + PARTY, "DPM-103", "not a parameter of geometry"),
+    "quorum of none": (BASE + EPSILON + "[intake]\nmin_parties = 0\n" + PARTY, "DPM-103", "at least 1"),
+    "quorum": (
+        BASE + EPSILON + "[intake]\nmin_parties = 2\n" + PARTY,
+        "DPM-103",
+        "intake.min_parties = 2 in f.toml is",
+    ),
+    "deadline": (BASE + "[intake]\ndeadline_minutes = -1\n" + PARTY, "DPM-103", "intake.deadline_minutes = -1"),
+    "far deadline": (BASE + "[intake]\ndeadline_minutes = 1e300\n" + PARTY, "DPM-103", "at most 1e+07"),
+    "late": (BASE + '[intake]\ndeadline_minutes = 9\nlate = "drop"\n' + PARTY, "DPM-103", "keep, refuse"),
+    "late without deadline": (BASE + '[intake]\nlate = "refuse"\n' + PARTY, "DPM-103", "needs a deadline"),
     "name with slash": (BASE + EPSILON + PARTY.replace('"shop"', '"../shop"'), "DPM-103", "lower-case letters"),
     "name of 64 letters": (BASE + EPSILON + PARTY.replace("shop", "x" * 64), "DPM-103", "lower-case letters"),
     "name twice": (BASE + EPSILON + PARTY + PARTY, "DPM-103", "party[1].name"),
@@ -352,7 +362,7 @@ def test_the_schema_accepts_what_the_reader_accepts_and_refuses_typos():
     validator.check_schema(schema)
     for text in (TEMPLATE, EXAMPLE.read_text(encoding="utf-8"), BASE + EPSILON + PARTY):
         assert list(validator.iter_errors(tomllib.loads(text))) == []
-    for name in ("unknown key", "unknown override", "rank 0", "delta 1", "optimizer", "last:0", "one label"):
+    for name in ("unknown key", "unknown override", "rank 0", "delta 1", "optimizer", "last:0", "one label", "late"):
         assert list(validator.iter_errors(tomllib.loads(REFUSALS[name][0]))), name
 
 
