@@ -1,0 +1,69 @@
+"""The product's ServerApp, for the folder that the run's configuration names."""
+
+import threading
+from pathlib import Path
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+from points import reach
+
+from dpmerge.common.config import load_federation, party_plan
+from dpmerge.common.model import load_base
+from dpmerge.common.sources import terms_hash
+from dpmerge.common.wire import Terms
+from dpmerge.server import app as app_module
+from dpmerge.server.app import Collection, server_app
+from dpmerge.server.expectation import expectation_of
+from dpmerge.server.receipts import Receipts
+from dpmerge.server.reception import Reception
+from dpmerge.server.spool import Spool
+from dpmerge.simulations.founding import found
+
+HOST = "superlink"
+
+app_module.VERDICT_SECONDS = 600  # a slow machine needs more than 30 s to start the process that takes a receipt
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    folder = Path(str(context.run_config["folder"]))
+    federation, founding = load_federation(folder / "federation.toml"), found(folder, [])
+    plans = [party_plan(federation, party.name) for party in federation.parties]
+    base = load_base(plans[0].base.model)
+    reception = Reception(
+        federation=founding.federation,
+        expectation=expectation_of(base, plans),
+        keys=founding.keys,
+        key=founding.server_key,
+        spool=WatchedSpool(folder),
+        receipts=WatchedReceipts(folder),
+    )
+    collection = Collection()
+    terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
+    product = server_app(terms, reception, collection, num_parties=len(plans), stop=threading.Event())
+    product(grid, context)
+    (folder / f"collection-{context.run_id}").write_text(repr(collection))
+
+
+class WatchedSpool(Spool):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "spool")
+        self.folder = folder
+
+    def accept(self, party, files):
+        reach(self.folder, f"{party}:spool", HOST)
+        return super().accept(party, files)
+
+
+class WatchedReceipts(Receipts):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / "receipts")
+        self.folder = folder
+
+    def issue(self, manifest, **options):
+        reach(self.folder, f"{manifest.party}:receipt", HOST)
+        receipt = super().issue(manifest, **options)
+        reach(self.folder, f"{manifest.party}:verdict", HOST)
+        return receipt
