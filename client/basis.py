@@ -43,6 +43,10 @@ class Basis:
     rows: Tensor
     coordinates: Tensor
 
+    def first(self, k: int) -> Basis:
+        """Return the first k directions, which are the principal ones of fewer."""
+        return Basis(self.rows[:k].clone(), self.coordinates[:, :k].clone())
+
     @property
     def energies(self) -> Tensor:
         """Mean square of the public gradients along each direction [k] float64, descending; nan for a random basis."""

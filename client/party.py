@@ -26,13 +26,14 @@ from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGrad
 from dpmerge.client.ledger import reservation_id
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
 from dpmerge.client.outbox import RELEASE, Signer, outbox_files, put, record_receipt
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
 from dpmerge.client.trained_space import trained_space
 from dpmerge.client.units import Users
-from dpmerge.common.accounting import calibrate, cross_check
+from dpmerge.common.accounting import cross_check
 from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
@@ -268,43 +269,6 @@ def _statement(
         noise_seed=noise_origin(plan),
         subspace=subspace,
     )
-
-
-def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float | None = None) -> Mechanism:
-    """Calibrate the mechanism that meets the plan's ε at its δ; never above it.
-
-    Args:
-        plan: Declares population, expected batch, steps, clip norm, form of sharpness and noise mode.
-        num_coordinates: P or k, the noised values per query; secure noise charges its sampler's error for each.
-        l2_clip_norm: C where it is not the plan's: a clip norm from public gradients.
-    """
-    privacy, training = plan.privacy, plan.training
-    if privacy.population is None:
-        raise ValueError("Expected privacy.population to be declared in a resolved plan.")
-    public: dict[str, Any] = {
-        "population": privacy.population,
-        "expected_batch_size": training.expected_batch_size,
-        "num_steps": training.num_steps,
-        "target_delta": privacy.delta,
-        "num_coordinates": num_coordinates,
-        "sharpness": training.sharpness,
-        "ascent_sampling": training.ascent_sampling,
-        "privacy_unit": privacy.unit,
-    }
-    if not privacy.private:
-        no_ascent_noise = 0.0 if training.sharpness == "sam" else None
-        return Mechanism(
-            noise_multiplier=0.0,
-            ascent_noise_multiplier=no_ascent_noise,
-            l2_clip_norm=None,
-            noise="fast",
-            private=False,
-            **public,
-        )
-    if privacy.epsilon is None:
-        raise ValueError("Expected privacy.epsilon to be set in a resolved private plan.")
-    clip_norm = privacy.l2_clip_norm if l2_clip_norm is None else l2_clip_norm
-    return calibrate(target_epsilon=privacy.epsilon, l2_clip_norm=clip_norm, noise=privacy.noise, **public)
 
 
 @dataclass(frozen=True)

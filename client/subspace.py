@@ -119,7 +119,7 @@ class Subspace:
     Args:
         gradients: Per-example gradients of the model, and θ at the start.
         settings: Refresh and allocation.
-        make_basis: Called with 0 at once, and with 1, 2, … at each refresh.
+        make_basis: Called with 0 at once, which tells k, and with 1, 2, … at each refresh.
 
     Raises:
         DpmergeError: DPM-505 if the basis cannot be made.
@@ -128,11 +128,12 @@ class Subspace:
     def __init__(self, gradients: PerExampleGradients, settings: SubspaceSettings, make_basis: MakeBasis) -> None:
         self._gradients, self._settings, self._make_basis = gradients, settings, make_basis
         self._reference = gradients.theta.clone()
-        self.vector = torch.zeros(settings.k, dtype=gradients.theta.dtype, device=gradients.theta.device)
-        self._history = self.vector.new_empty(0, settings.k)
         basis = make_basis(0)
+        k = len(basis.rows)
+        self.vector = torch.zeros(k, dtype=gradients.theta.dtype, device=gradients.theta.device)
+        self._history = self.vector.new_empty(0, k)
         energies = basis.energies if settings.allocation == "public" else None
-        self._take(basis, noise_scales(settings.k, energies))
+        self._take(basis, noise_scales(k, energies))
 
     @property
     def capacity(self) -> int:
@@ -222,7 +223,7 @@ class Subspace:
         self._reference = self._gradients.theta.clone()
         self.vector = torch.zeros_like(self.vector)
         self._history = self._history[:0]
-        self._take(basis, noise_scales(self._settings.k, energies))
+        self._take(basis, noise_scales(len(self.vector), energies))
         return True
 
     def state(self) -> SubspaceState | None:

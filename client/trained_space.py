@@ -14,12 +14,14 @@ import torch
 from dpmerge.client.basis import Basis, StreamingSvd, public_seed, random_basis
 from dpmerge.client.basis_cache import cached_basis
 from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.party_model import PartyModel
 from dpmerge.client.public_gradients import PSEUDO_LABELS, public_gradients
 from dpmerge.client.subspace import Coordinates, FullSpace, MakeBasis, Subspace
 from dpmerge.common.activations import Activations
 from dpmerge.common.config import PartyPlan, SubspaceSettings
 from dpmerge.common.public_corpus import PublicCorpus
+from dpmerge.common.sizing import candidates, size_for
 from dpmerge.common.subspace import CLIP_QUANTILE, describe_subspace
 
 
@@ -55,15 +57,18 @@ def trained_space(
     settings = plan.training.subspace
     if settings is None:
         return TrainedSpace(FullSpace(gradients), plan.privacy.l2_clip_norm, None)
-    if corpus is None:
-        make_basis = _random_directions(plan, settings, gradients)
-    else:
+    if corpus is not None:
         make_basis = _public_directions(plan, settings, model, gradients, corpus)
+    elif isinstance(settings.k, int):
+        make_basis = _random_directions(plan, settings.k, gradients)
+    else:
+        raise ValueError("Expected the public texts that k = 'auto' is chosen by.")
     space = Subspace(gradients, settings, make_basis)
     clip_norm = plan.privacy.l2_clip_norm if settings.clip == "fixed" else space.clip_norm(CLIP_QUANTILE)
     description = describe_subspace(
         settings,
         corpus,
+        k=space.vector.numel(),
         seed=plan.seed,
         basis_sha256=space.basis.sha256,
         scales=(float(space.scales.min()), float(space.scales.max())),
@@ -71,8 +76,8 @@ def trained_space(
     return TrainedSpace(space, clip_norm, description)
 
 
-def _random_directions(plan: PartyPlan, settings: SubspaceSettings, gradients: PerExampleGradients) -> MakeBasis:
-    return lambda number: random_basis(gradients.theta.numel(), settings.k, f"{plan.seed}|random|{number}")
+def _random_directions(plan: PartyPlan, k: int, gradients: PerExampleGradients) -> MakeBasis:
+    return lambda number: random_basis(gradients.theta.numel(), k, f"{plan.seed}|random|{number}")
 
 
 def _public_directions(
@@ -82,7 +87,32 @@ def _public_directions(
     gradients: PerExampleGradients,
     corpus: PublicCorpus,
 ) -> MakeBasis:
-    """Return what makes bases of public gradients at the θ of the moment, the first one found in the cache if there."""
+    """Return what makes bases of public gradients, of as many directions as are stated, or as the rule chooses.
+
+    The rule looks at the widest basis that so many texts give, of which the first k directions are then trained. Its σ
+    is that of the widest too: secure noise charges δ for every coordinate, by too little to matter.
+    """
+    if isinstance(settings.k, int):
+        return public_bases(plan, settings.k, model, gradients, corpus)
+    widest = max(candidates(len(corpus.texts)))
+    wide = public_bases(plan, widest, model, gradients, corpus)(0)
+    k = size_for(make_mechanism(plan, widest), wide.coordinates.numpy()).k
+    first, later = wide.first(k), public_bases(plan, k, model, gradients, corpus)
+    return lambda number: first if number == 0 else later(number)
+
+
+def public_bases(
+    plan: PartyPlan, k: int, model: PartyModel, gradients: PerExampleGradients, corpus: PublicCorpus
+) -> MakeBasis:
+    """Return what makes bases of public gradients at the θ of the moment, the first one found in the cache if there.
+
+    Args:
+        plan: Its base model, adapter and seed.
+        k: Directions.
+        model: The party's, at the shared start while the first basis is made.
+        gradients: Per-example gradients of the classifier.
+        corpus: The public texts.
+    """
     base, head = model.base, model.head
 
     @cache
@@ -90,7 +120,7 @@ def _public_directions(
         return Activations(base, model.split, corpus.texts, max_length=plan.base.max_length)
 
     def made(number: int) -> Basis:
-        svd = StreamingSvd(gradients.theta.numel(), settings.k)
+        svd = StreamingSvd(gradients.theta.numel(), k)
         seed = public_seed(f"{plan.seed}|pseudo-labels|{number}")
         for rows in public_gradients(model.classifier, gradients, activations(), seed):
             svd.add(rows)
@@ -101,7 +131,7 @@ def _public_directions(
         "LoRA layout": _hash([asdict(plan.lora), [(slot.name, slot.shape) for slot in gradients.layout]]),
         "head": _hash([head.labels, head.feature_scale, head.weight.tolist()]),
         "public data": corpus.sha256,
-        "number of directions": str(settings.k),
+        "number of directions": str(k),
         "number of tokens": str(plan.base.max_length),
         "seed": str(plan.seed),
         "kind of pseudo-labels": PSEUDO_LABELS,

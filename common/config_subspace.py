@@ -12,6 +12,16 @@ Clip = Literal["fixed", "public"]
 RANDOM = "none"
 """In place of a public source: directions from the shared public seed."""
 
+AUTO: Literal["auto"] = "auto"
+"""In place of k: as many directions as the sizing rule (`common/sizing.py`) chooses."""
+
+_DIRECTIONS = whole(1, 2**20)
+_DIRECTIONS_OR_AUTO = Rule(
+    lambda v: v == AUTO or _DIRECTIONS.accepts(v),
+    f'{_DIRECTIONS.constraint}, or "{AUTO}"',
+    {"anyOf": [_DIRECTIONS.schema, {"const": AUTO}]},
+)
+
 
 def _meta(rule: Rule, about: str, example: object = None) -> Mapping[str, object]:
     return {"rule": rule, "about": about, "example": example}
@@ -26,7 +36,11 @@ class SubspaceSettings:
     """
 
     section: ClassVar[str] = "training.subspace"
-    k: int = field(metadata=_meta(whole(1, 2**20), "Trained, and noised, coordinates.", 256))
+    k: int | Literal["auto"] = field(
+        metadata=_meta(
+            _DIRECTIONS_OR_AUTO, 'Trained, and noised, coordinates; "auto" is as many as public texts advise.', 256
+        )
+    )
     public: str = field(
         metadata=_meta(
             words(),
@@ -55,11 +69,14 @@ class SubspaceSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.public == RANDOM:
+            if self.k == AUTO:
+                complaint = 'is chosen by gradients of public texts, and public is "none"'
+                raise Refused(self.section, "k", self.k, complaint, "name public texts, or state k")
             for key, value in (("allocation", self.allocation), ("clip", self.clip)):
                 if value == "public":
                     fix = f"name public texts, or another {key}"
                     raise Refused(self.section, key, value, 'needs public texts, and public is "none"', fix)
-        elif self.k > self.num_public:
+        elif isinstance(self.k, int) and self.k > self.num_public:
             complaint = f"is more directions than num_public = {self.num_public} public texts can span"
             raise Refused(self.section, "k", self.k, complaint, "lower k, or raise num_public")
         if self.allocation == "history" and self.refresh_every_steps == 0:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
+from dpmerge.common.config_subspace import AUTO, RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.records import read_texts
+from dpmerge.common.sizing import CANDIDATES, EXAMPLES_PER_DIRECTION
 from dpmerge.common.tasks import MAX_CHARACTERS, TASKS, load_task
 
 
@@ -41,7 +42,8 @@ def public_corpus(settings: SubspaceSettings) -> PublicCorpus | None:
 
     Raises:
         DpmergeError: DPM-201 or DPM-202 for a task whose asset is missing or corrupted; DPM-203 for a file that
-            cannot be read or holds no text; DPM-505 if there are fewer texts than directions.
+            cannot be read or holds no text; DPM-505 if there are fewer texts than directions, or than two for each of
+            the fewest that "auto" may choose.
     """
     if settings.public == RANDOM:
         return None
@@ -50,14 +52,22 @@ def public_corpus(settings: SubspaceSettings) -> PublicCorpus | None:
     else:
         texts = read_texts(settings.public, text=settings.text)
     unique = sorted(set(map(normal, texts)), key=lambda text: hashlib.sha256(text.encode()).digest())
-    if len(unique) < settings.k:
+    used = tuple(unique[: settings.num_public])
+    if isinstance(settings.k, int) and len(used) < settings.k:
         raise DpmergeError(
             "DPM-505",
-            f"subspace.k = {settings.k} directions are asked of the {len(unique)} public texts of "
+            f"subspace.k = {settings.k} directions are asked of the {len(used)} public texts of "
             f"{public_name(settings)}",
             "lower k, or give more public texts",
         )
-    return PublicCorpus(tuple(unique[: settings.num_public]))
+    least = EXAMPLES_PER_DIRECTION * min(CANDIDATES)
+    if settings.k == AUTO and len(used) < least:
+        raise DpmergeError(
+            "DPM-505",
+            f'subspace.k = "auto" needs {least} public texts, and {len(used)} are used of {public_name(settings)}',
+            "give more public texts, raise num_public, or state k",
+        )
+    return PublicCorpus(used)
 
 
 def overlaps(corpus: PublicCorpus, private_texts: Iterable[str]) -> bool:

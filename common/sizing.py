@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dpmerge.common.mechanism import Mechanism
+
 COHERENCE = 0.01
 """κ: between 0.002 and 0.07 beyond the first 32 directions of three public tasks outside the demo (docs/sizing.md)."""
 
@@ -83,6 +85,24 @@ def candidates(num_texts: int) -> tuple[int, ...]:
     (8, 16, 32)
     """
     return tuple(k for k in CANDIDATES if EXAMPLES_PER_DIRECTION * k <= num_texts)
+
+
+def size_for(mechanism: Mechanism, coordinates: NDArray[np.float64]) -> Size:
+    """Choose k for a mechanism: what a party trains with k = "auto", and what `dpmerge plan` prints.
+
+    Nothing in it is private: σ, B and T follow from what is declared, and the gradients are of public texts.
+
+    Args:
+        mechanism: Its σ, B and T; without privacy σ is 0, and most directions are best.
+        coordinates: As in `size`, along as many directions as the largest candidate for so many texts, or more.
+    """
+    return size(
+        coordinates,
+        sigma=mechanism.noise_multiplier,
+        expected_batch_size=mechanism.expected_batch_size,
+        num_steps=mechanism.num_steps,
+        candidates=candidates(len(coordinates)),
+    )
 
 
 def size(

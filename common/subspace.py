@@ -6,11 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
+from dpmerge.common.config_subspace import AUTO, RANDOM, SubspaceSettings
 from dpmerge.common.public_corpus import PublicCorpus, public_name
+from dpmerge.common.sizing import candidates
 
 CLIP_QUANTILE = 0.5
 """With clip = "public" the clip norm is this quantile of the projected public gradients' norms."""
+
+BY_RULE = "rule"
+"""The `k_origin` of a k that the sizing rule chose."""
 
 _HASH = re.compile("[0-9a-f]{64}")
 
@@ -19,6 +23,7 @@ def describe_subspace(
     settings: SubspaceSettings,
     corpus: PublicCorpus | None,
     *,
+    k: int,
     seed: int,
     basis_sha256: str,
     scales: tuple[float, float],
@@ -28,12 +33,14 @@ def describe_subspace(
     Args:
         settings: What was asked for.
         corpus: The public texts; None for random directions.
+        k: Directions that are trained, as asked for or as the rule chose.
         seed: Of pseudo-labels and random directions.
         basis_sha256: Hash of the first basis.
         scales: Least and largest entry of the first D, by which noise is spread over directions.
     """
     return {
-        "k": settings.k,
+        "k": k,
+        **({"k_origin": BY_RULE} if settings.k == AUTO else {}),
         "public": None if corpus is None else public_name(settings),
         "texts_sha256": None if corpus is None else corpus.sha256,
         "num_public": 0 if corpus is None else len(corpus.texts),
@@ -51,15 +58,16 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a statement's `subspace`, which may be absent; None if nothing is.
 
     It must consist of the known keys with values of their kinds, k must be the number of noised coordinates, and the
-    training settings, where they are stated, must say the same.
+    training settings, where they are stated, must say the same, or leave k to the rule.
     """
     settings = _stated_settings(statement)
     if "subspace" not in statement:
         return None if settings is None else "subspace is missing although the training settings name one"
     told = statement["subspace"]
-    if not isinstance(told, Mapping) or told.keys() != _KINDS.keys():
+    if not isinstance(told, Mapping) or told.keys() - _OPTIONAL_KINDS.keys() != _KINDS.keys():
         return f"subspace does not consist of {', '.join(_KINDS)}"
-    wrong = [key for key, is_kind in _KINDS.items() if not is_kind(told[key])]
+    kinds = {**_KINDS, **_OPTIONAL_KINDS}
+    wrong = [key for key in told if not kinds[key](told[key])]
     if wrong:
         return f"subspace.{wrong[0]} = {told[wrong[0]]!r} is not of its kind"
     if told["k"] != statement["num_coordinates"]:
@@ -70,7 +78,8 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
         return "subspace.public, texts_sha256 and num_public do not fit each other"
     if settings is None:
         return "subspace is stated although the training settings name none"
-    return _difference(told, settings, statement["training"].get("seed"))
+    problem = _origin_problem(told, settings)
+    return problem or _difference(told, settings, statement["training"].get("seed"))
 
 
 def subspace_words(statement: Mapping[str, Any]) -> str:
@@ -83,9 +92,20 @@ def subspace_words(statement: Mapping[str, Any]) -> str:
     return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]})"
 
 
+def _origin_problem(told: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a k that the rule chose; the choice itself cannot be checked without the gradients."""
+    if settings.get("k") != AUTO:
+        return "subspace.k_origin is stated although the training settings state k" if "k_origin" in told else None
+    if "k_origin" not in told:
+        return 'subspace.k_origin is missing although the training settings state k = "auto"'
+    choices = candidates(told["num_public"])
+    return None if told["k"] in choices else f"subspace.k = {told['k']} is none of the rule's choices {choices}"
+
+
 def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: object) -> str | None:
     """Return which key of a `subspace` the training settings do not lead to; what they leave out allows anything."""
-    same = {key: settings.get(key) for key in ("k", "refresh_every_steps", "allocation", "clip")}
+    same = {key: settings.get(key) for key in ("refresh_every_steps", "allocation", "clip")}
+    same["k"] = told["k"] if settings.get("k") == AUTO else settings.get("k")
     same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
     same["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") == "public" else None
     same["seed"] = told["seed"] if seed is None else seed
@@ -135,3 +155,6 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "clip": lambda value: value in ("fixed", "public"),
     "clip_quantile": lambda value: value is None or value == CLIP_QUANTILE,
 }
+
+_OPTIONAL_KINDS: Mapping[str, Callable[[Any], bool]] = {"k_origin": lambda value: value == BY_RULE}
+"""Absent where k was stated."""

@@ -8,6 +8,7 @@ from typing import Any
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.model import Base, adapter_config, lora_shapes, shared_a
 from dpmerge.common.release import adapter_key
+from dpmerge.common.sizing import candidates
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, start_head, task_name
 from dpmerge.server.intake import Expectation, PartyTerms
 
@@ -57,7 +58,8 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
     }
     subspace = training.subspace
     if subspace is not None:  # what else its description must say follows from the training settings
-        terms["num_coordinates"] = subspace.k
+        chosen = subspace.k if isinstance(subspace.k, int) else candidates(subspace.num_public)
+        terms["num_coordinates"] = chosen
     if privacy.private:
         terms["noise"] = privacy.noise
         if subspace is None or subspace.clip == "fixed":  # else it is of public gradients, which the server did not see

@@ -50,6 +50,7 @@ class PartyTerms:
             shapes and feature scale must.
         mechanism: What the statement must say exactly: the agreed fields of `Mechanism` (population,
             expected_batch_size, num_steps, l2_clip_norm, …), and whatever else of it was agreed, such as noise_seed.
+            A tuple leaves the choice among its values.
             num_coordinates is that of all trained tensors unless it is agreed here, as for a subspace.
         epsilon: Upper bound on the stated ε; None only where `private` is False.
     """
@@ -198,8 +199,9 @@ def _check_statement(release: Release, terms: PartyTerms, expectation: Expectati
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
     agreed = {"num_coordinates": _num_coordinates(terms.head, expectation), **terms.mechanism}
     for name, wanted in sorted(agreed.items()):
-        if statement.get(name) != wanted:
-            problem = f"{where}: {name} = {statement.get(name)!r} is not {wanted!r}"
+        allowed = wanted if isinstance(wanted, tuple) else (wanted,)
+        if statement.get(name) not in allowed:
+            problem = f"{where}: {name} = {statement.get(name)!r} is not {' or '.join(map(repr, allowed))}"
             raise ReleaseRefused("statement-terms", problem, RESEND)
     epsilon = statement.get("epsilon")
     if mechanism.private and not (isinstance(epsilon, float | int) and epsilon <= (terms.epsilon or 0.0)):

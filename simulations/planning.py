@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import FastNoise, SecureNoise
-from dpmerge.client.party import make_mechanism
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.privatiser import Privatiser
-from dpmerge.client.subspace import Subspace
-from dpmerge.client.trained_space import trained_space
+from dpmerge.client.trained_space import public_bases
 from dpmerge.common import sizing
 from dpmerge.common.accounting import epsilon_pld
 from dpmerge.common.config import PartyPlan
@@ -121,25 +120,16 @@ def forecast(plan: PartyPlan, *, full_grid: bool = False) -> Forecast:
     Raises:
         DpmergeError: For a base model, public texts or privacy settings that cannot be used.
     """
-    base, subspace = load_base(plan.base.model), plan.training.subspace
+    base = load_base(plan.base.model)
     tensors = sum(
         plan.lora.rank * (width_out + width_in) for width_out, width_in in lora_shapes(base, plan.lora).values()
     )
     model = party_model(base, plan)
     with PerExampleGradients(model.classifier, max_examples=plan.training.expected_batch_size) as gradients:
         directions = _directions(plan, model, gradients)
-        clip_norm = plan.privacy.l2_clip_norm
-        if directions is not None and subspace is not None and subspace.clip == "public":
-            clip_norm = sizing.public_clip_norm(directions, subspace.k, CLIP_QUANTILE)
-        num_coordinates = gradients.theta.numel() if subspace is None else subspace.k
-        mechanism = make_mechanism(plan, num_coordinates, l2_clip_norm=clip_norm)
+        mechanism, size = _sized(plan, directions, gradients.theta.numel())
         cost = _cost(plan, model, gradients, mechanism, tensors + model.head.weight.numel())
-    numbers = {"expected_batch_size": mechanism.expected_batch_size, "num_steps": mechanism.num_steps}
-    planned = size = None
-    if directions is not None and mechanism.private:
-        choices = [k for k in sizing.candidates(len(directions)) if k <= directions.shape[1]]
-        size = sizing.size(directions, sigma=mechanism.noise_multiplier, candidates=choices, **numbers)
-        planned = _point(directions, mechanism)
+    planned = None if directions is None or size is None else _point(directions, mechanism)
     noise_std = mechanism.noise_std if size is None else size.chosen.noise_std
     return Forecast(
         plan=plan,
@@ -151,6 +141,26 @@ def forecast(plan: PartyPlan, *, full_grid: bool = False) -> Forecast:
         learning_rate=sizing.learning_rate(plan.training.optimizer, num_steps=mechanism.num_steps, noise_std=noise_std),
         scenarios=tuple(_scenarios(plan, mechanism, directions, full_grid)),
     )
+
+
+def _sized(plan: PartyPlan, directions: Directions | None, num_parameters: int) -> tuple[Mechanism, sizing.Size | None]:
+    """Return the mechanism that the party will train by, and what the rule chooses: with k = "auto" that very k.
+
+    The size is None without privacy, or without public texts enough for the least of its candidates.
+    """
+    subspace = plan.training.subspace
+    if subspace is None or directions is None:
+        k = num_parameters if subspace is None else int(subspace.k)
+        return make_mechanism(plan, k), None
+    size = None
+    if not isinstance(subspace.k, int):
+        size = sizing.size_for(make_mechanism(plan, directions.shape[1]), directions)
+    k = int(subspace.k) if size is None else size.k
+    clip_norm = sizing.public_clip_norm(directions, k, CLIP_QUANTILE) if subspace.clip == "public" else None
+    mechanism = make_mechanism(plan, k, l2_clip_norm=clip_norm)
+    if not mechanism.private or not sizing.candidates(len(directions)):
+        return mechanism, None
+    return mechanism, size or sizing.size_for(mechanism, directions)
 
 
 def _point(directions: Directions, mechanism: Mechanism) -> sizing.Point:
@@ -166,18 +176,14 @@ def _point(directions: Directions, mechanism: Mechanism) -> sizing.Point:
 
 
 def _directions(plan: PartyPlan, model: PartyModel, gradients: PerExampleGradients) -> Directions | None:
-    """Return public gradients along as many directions as the rule or the plan may want; None without public texts."""
+    """Return public gradients along as many directions as rule and plan may want; None without public texts."""
     subspace = plan.training.subspace
     corpus = None if subspace is None else public_corpus(subspace)
     if subspace is None or corpus is None:
         return None
-    largest = max(subspace.k, *sizing.candidates(len(corpus.texts)), 0)
-    wide = replace(subspace, k=largest, refresh_every_steps=0, allocation="uniform", clip="fixed")
-    wide_plan = replace(plan, training=replace(plan.training, subspace=wide))
-    space = trained_space(wide_plan, model, gradients, corpus).coordinates
-    if not isinstance(space, Subspace):
-        raise ValueError("Expected the coordinates of a subspace, as the plan asks for.")
-    return space.basis.coordinates.numpy()
+    stated = subspace.k if isinstance(subspace.k, int) else 0
+    widest = max(stated, *sizing.candidates(len(corpus.texts)), 0)
+    return public_bases(plan, widest, model, gradients, corpus)(0).coordinates.numpy()
 
 
 def _cost(
@@ -197,7 +203,7 @@ def _cost(
     privatiser = Privatiser(mechanism, mechanism.num_coordinates, noise)
     projection = None
     if plan.training.subspace is not None:
-        projection = torch.zeros(gradients.theta.numel(), plan.training.subspace.k)
+        projection = torch.zeros(gradients.theta.numel(), mechanism.num_coordinates)
 
     def batch() -> None:
         rows = gradients.compute(

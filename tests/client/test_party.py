@@ -366,11 +366,39 @@ def test_a_subspace_is_trained_stated_and_accepted_and_an_overlap_stays_in_the_p
             validate("shop", sent, expectation_of(load_base(plan.base.model), [other]))
 
 
+def with_the_rules_k(plan, folder, **options):
+    """The plan in as many of 16 directions, of 40 public texts, as the rule chooses."""
+    (folder / "public.txt").write_text("\n".join(f"public text number {number} of forty" for number in range(40)))
+    subspace = SubspaceSettings(k="auto", public=str(folder / "public.txt"), **options)
+    return replace(plan, training=replace(plan.training, subspace=subspace))
+
+
+def test_the_rules_k_is_trained_stated_and_accepted_and_no_other(plan, tmp_path, own_cache):
+    changed = with_the_rules_k(plan, tmp_path)
+    sent = release_of(changed, tmp_path / "a")
+    expectation = expectation_of(load_base(plan.base.model), [changed])
+    statement = validate("shop", sent, expectation).statement
+    told = statement["subspace"]
+    assert (told["k_origin"], told["k"]) == ("rule", statement["num_coordinates"])
+    assert told["k"] == 8
+    (stored,) = (tmp_path / "cache" / "subspaces").iterdir()  # the widest basis, whatever was chosen
+    free = replace(changed, privacy=replace(plan.privacy, private=False, epsilon=None, noise_seed=None))
+    assert json.loads(release_of(free, tmp_path / "b")[STATEMENT])["subspace"]["k"] == 16  # without noise all are best
+    assert list((tmp_path / "cache" / "subspaces").iterdir()) == [stored]
+    for k in (12, 32):
+        other = {"num_coordinates": k, "subspace": told | {"k": k}}
+        with pytest.raises(ReleaseRefused, match="statement-"):
+            validate("shop", sent | {STATEMENT: json.dumps(statement | other).encode()}, expectation)
+    stated = replace(changed.training, subspace=replace(changed.training.subspace, k=8))
+    with pytest.raises(ReleaseRefused, match=r"training = .*\[statement-terms\]"):
+        validate("shop", sent, expectation_of(load_base(plan.base.model), [replace(changed, training=stated)]))
+
+
 def test_a_killed_training_in_a_refreshed_subspace_goes_on_as_if_it_had_not_been(
     plan, tmp_path, monkeypatch, own_cache
 ):
     monkeypatch.setattr(party_module, "CHECKPOINT_EVERY_STEPS", 1)
-    changed = in_subspace(plan, tmp_path, allocation="history", refresh_every_steps=2)
+    changed = with_the_rules_k(plan, tmp_path, allocation="history", refresh_every_steps=2)
 
     def kill_at_four(stage, num_done, _total):
         if stage == "training" and num_done == 4:

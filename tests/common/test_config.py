@@ -76,6 +76,12 @@ REFUSALS = {
     "subspace key": (SUBSPACE.format('k = 4, publik = "sms"'), "DPM-102", "training.subspace.publik"),
     "subspace, no source": (SUBSPACE.format("k = 4"), "DPM-103", "training.subspace.public in f.toml is missing"),
     "subspace k": (SUBSPACE.format('k = 9, public = "sms", num_public = 8'), "DPM-103", "num_public = 8"),
+    "subspace k, a word": (SUBSPACE.format('k = "many", public = "sms"'), "DPM-103", 'at most 1048576, or "auto"'),
+    "subspace k, nothing to choose by": (
+        SUBSPACE.format('k = "auto", public = "none"'),
+        "DPM-103",
+        'training.subspace.k = "auto" in f.toml is chosen by gradients of public texts',
+    ),
     "subspace, own task": (SUBSPACE.format('k = 4, public = "movie"'), "DPM-103", "is the data of party cinema"),
     "subspace, own file": (SUBSPACE.format('k = 4, public = "./reviews.csv"'), "DPM-103", "is the data of party shop"),
     "subspace, own test": (SUBSPACE.format('k = 4, public = "tests.csv"'), "DPM-103", "is the data of party shop"),

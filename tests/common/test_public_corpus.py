@@ -45,6 +45,13 @@ def test_what_cannot_be_read_or_is_too_little_is_refused(tmp_path):
         public_corpus(settings(tmp_path / "table.csv"))
 
 
+def test_a_k_that_is_chosen_needs_two_texts_for_each_of_eight_directions(tmp_path):
+    (tmp_path / "a.txt").write_text("\n".join(f"text {number}" for number in range(20)))
+    assert len(public_corpus(settings(tmp_path / "a.txt", k="auto", num_public=16)).texts) == 16
+    with pytest.raises(DpmergeError, match=r'DPM-505: subspace.k = "auto" needs 16 public texts, and 15 are used of a'):
+        public_corpus(settings(tmp_path / "a.txt", k="auto", num_public=15))
+
+
 def test_an_overlap_is_found_whatever_the_white_space(tmp_path):
     (tmp_path / "a.txt").write_text("good  day\nsee you")
     corpus = public_corpus(settings(tmp_path / "a.txt"))

@@ -256,6 +256,29 @@ def test_no_field_of_a_subspace_is_free(changes, problem):
         check_statement(in_subspace(**changes))
 
 
+def by_rule(**changes):
+    return in_subspace(training=TRAINED | {"k": "auto"}, **({"k_origin": "rule"} | changes))
+
+
+def test_a_k_that_the_rule_chose_is_said_to_be():
+    assert check_statement(by_rule()).num_coordinates == 64
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        (by_rule(k_origin="left out"), "subspace.k_origin is missing"),
+        (by_rule(k_origin="private data"), "subspace.k_origin = 'private data' is not of its kind"),
+        (in_subspace(k_origin="rule"), "subspace.k_origin is stated although the training settings state k"),
+        (by_rule(num_public=100), "subspace.k = 64 is none of the rule's choices (8, 16, 32)"),
+        (by_rule() | {"num_coordinates": 128}, "subspace.k = 64 is not num_coordinates = 128"),
+    ],
+)
+def test_the_rule_chooses_from_what_the_public_texts_allow(statement, problem):
+    with pytest.raises(DpmergeError, match=f"DPM-401: {re.escape(problem)}"):
+        check_statement(statement)
+
+
 def test_a_subspace_of_the_settings_must_be_stated():
     statement = in_subspace()
     del statement["subspace"]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrst"]
 SUBSPACE = 'subspace = {{ k = {k}, public = "public.txt", num_public = 60 }}'
+AUTO = SUBSPACE.format(k='"auto"')
 FEDERATION = """
 [base]
 model = "tiny"
@@ -88,8 +89,8 @@ def told(result):
 
 @pytest.mark.parametrize(
     "subspace",
-    [pytest.param("", marks=pytest.mark.slow), SUBSPACE.format(k=8)],
-    ids=["full", "subspace"],
+    [pytest.param("", marks=pytest.mark.slow), SUBSPACE.format(k=8), AUTO],
+    ids=["full", "subspace", "auto"],
 )
 def test_a_training_states_and_writes_what_was_planned(plan, folder, tmp_path, subspace):
     party = told(plan("--format", "json", subspace=subspace, noise="secure"))
@@ -105,6 +106,8 @@ def test_a_training_states_and_writes_what_was_planned(plan, folder, tmp_path, s
     assert party["delta"] == statement["target_delta"]
     written = len(files["adapter_model.safetensors"]) + len(files["head.safetensors"])
     assert 0 < written - party["upload_bytes"] < 8000  # names of tensors and the head's class names
+    if subspace == AUTO:
+        assert statement["subspace"]["k"] == party["size"]["k"] == party["size"]["planned"]["k"]
 
 
 def test_public_gradients_size_the_subspace(plan):
@@ -119,6 +122,12 @@ def test_public_gradients_size_the_subspace(plan):
     same = next(row for row in party["what_if"] if row["noise_multiplier"] == party["noise_multiplier"])
     assert same["signal_to_noise"] == planned["signal_to_noise"]
     assert planned["signal_to_noise"] < same["signal_to_noise_bound"] == party["signal_to_noise_bound"]
+
+
+@pytest.mark.slow
+def test_too_few_public_texts_for_the_rule_leave_a_stated_k(plan):
+    party = told(plan("--format", "json", subspace=SUBSPACE.format(k=4).replace("60", "12")))
+    assert (party["size"], party["num_coordinates"]) == (None, 4)
 
 
 def test_without_public_texts_only_a_bound_is_told(plan):
