@@ -40,6 +40,7 @@ Method = Annotated[str, _option("A name of --list.")]
 Weights = Annotated[list[str] | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")]
 Strict = Annotated[bool, _option("Refuse other modules or seeds of A.", None, "--strict/--no-strict")]
 Seed = Annotated[int | None, _option("Of random masks.")]
+Device = Annotated[str, _option("Where to compute: cpu, cuda, or auto for CUDA where there is one.")]
 Coefficient = Annotated[float | None, _option("Factor on the sum.", TUNED)]
 Density = Annotated[float | None, _option("Share of entries to keep.", TUNED)]
 Semantics = Annotated[str | None, _option("Whose TIES: paper, peft or mergekit.", TUNED)]
@@ -87,6 +88,7 @@ def merge(
     weights: Weights = None,
     strict: Strict = True,
     seed: Seed = None,
+    device: Device = "cpu",
     coefficient: Coefficient = None,
     density: Density = None,
     semantics: Semantics = None,
@@ -137,7 +139,8 @@ def merge(
     request = Request(
         inputs=[*map(_input, adapters or ()), *(spooled(from_spool, without or ()) if from_spool else ())],
         out=out,
-        options={"method": method, "strict": strict} | {key: item for key, item in options.items() if item is not None},
+        options={"method": method, "strict": strict, "device": device}
+        | {key: item for key, item in options.items() if item is not None},
         materialize=materialize,
         explained=explained,
         base=base or "",

@@ -34,7 +34,7 @@ def weighted_sum(factors: Sequence[Factors], weights: Sequence[float]) -> Factor
     sharing: dict[bytes, list[int]] = {}
     for t, item in enumerate(factors):
         if item.rank:
-            sharing.setdefault(hashlib.sha256(item.a.contiguous().cpu().numpy().data).digest(), []).append(t)
+            sharing.setdefault(_a_hash(item), []).append(t)
     rank = sum(factors[group[0]].rank for group in sharing.values())
     pieces = ((factors[group[0]].a, _weighted_b(factors, weights, group)) for group in sharing.values())
     if rank <= min(out, width):
@@ -181,7 +181,7 @@ def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:
     LAPACK's `syevr` finds only those asked for, without the workspace of two more matrices that torch's `syevd` takes.
     """
     size = len(products)
-    if products.is_cuda:
+    if products.device.type != "cpu":
         every: Tensor = torch.linalg.eigh(products).eigenvectors
         return every[:, -count:].flip(1)
     _, vectors = scipy.linalg.eigh(
@@ -189,6 +189,10 @@ def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:
     )
     leading: Tensor = torch.from_numpy(vectors).flip(1)
     return leading
+
+
+def _a_hash(item: Factors) -> bytes:
+    return hashlib.sha256(item.on("cpu").a.contiguous().numpy().data).digest()  # from a file it never leaves the host
 
 
 def _weighted_b(factors: Sequence[Factors], weights: Sequence[float], group: Sequence[int]) -> Tensor:

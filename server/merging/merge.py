@@ -1,11 +1,10 @@
 """Merge adapters into one low-rank weight change per module, with an account of it, and write that as a model."""
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -17,20 +16,11 @@ from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.least_squares import statistics_hash
 from dpmerge.server.merging.lowrank import overflow, total_norm
 from dpmerge.server.merging.noise import noise_of
-from dpmerge.server.merging.recipe import SEMANTICS, Combined, Recipe
-from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
+from dpmerge.server.merging.parameters import Device, check_wrappers, device_of, resolved, weights_of
+from dpmerge.server.merging.recipe import Combined, Recipe
+from dpmerge.server.merging.registry import METHODS, MergeMethod
 from dpmerge.server.merging.wrappers import bounded, denoised, in_core, party_norms, scale_layers
 
-SMALLEST = sys.float_info.min
-RANGES = {
-    "coefficient": (-LARGEST, LARGEST, "is not finite in fp32", "state a number such as 0.5"),
-    "density": (SMALLEST, 1.0, "is outside (0, 1]", "state the share of entries to keep, for example 0.2"),
-    "ridge": (0.0, LARGEST, "is negative or not finite", "state a small number such as 1e-6"),
-    "common_share": (SMALLEST, 1.0, "is outside (0, 1]", "state a share such as 0.8"),
-    "spread": (0.0, 1.0, "is outside [0, 1]", "state a share such as 0.2"),
-    "outliers": (0.0, 1.0 - sys.float_info.epsilon, "is outside [0, 1)", "state a small share such as 0.01"),
-    "off_diagonal": (0.0, 1.0, "is outside [0, 1]", "state a share such as 0.9"),
-}
 RECORDED = (
     "method",
     "parameters",
@@ -84,8 +74,9 @@ def merge(
     statistics: Mapping[str, Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     strict: bool = True,
+    device: Device = "cpu",
 ) -> Merged:
-    """Merge adapters. A pure function: the same adapters, in any order, give the same bytes.
+    """Merge adapters. A pure function: the same adapters, in any order, give the same bytes on one kind of device.
 
     Args:
         adapters: At least one; see `read_adapter`, `adapter_from_files`.
@@ -110,6 +101,8 @@ def merge(
         statistics: What `regmean` and `fisher` need; see `statistics.public_statistics`.
         seed: Of random masks.
         strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
+        device: Where to compute; "auto" is CUDA where there is one. The result comes back to the processor. Its last
+            bits are the device's, so the one that was used is recorded, and the processor is the default.
 
     Raises:
         DpmergeError: DPM-104 for an unknown method, DPM-103 for a parameter, DPM-402 and DPM-403 for the adapters.
@@ -119,7 +112,8 @@ def merge(
         raise DpmergeError("DPM-104", f"merge method {method!r} is unknown", fix)
     row = METHODS[method]
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
-    modules, absent = gather(adapters, strict=strict)
+    place = device_of(device)
+    modules, absent = gather(adapters, strict=strict, device=place)
     parties = tuple(adapter.party for adapter in adapters)
     given = {
         "coefficient": coefficient,
@@ -132,13 +126,13 @@ def merge(
         "off_diagonal": off_diagonal,
         "rank": rank,
     }
-    parameters = _parameters(row, given)
+    parameters = resolved(row, given)
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
-    _check_wrappers(row, core, robust, denoise, statistics)
+    check_wrappers(row, core, robust, denoise, statistics)
     noise = tuple(noise_of(adapter) for adapter in adapters) if row.noise or denoise else ()
     recipe = Recipe(
         parties=parties,
-        weights=_weights(parties, weights),
+        weights=weights_of(parties, weights),
         statistics=statistics or {},
         noise=noise,
         seed=seed,
@@ -153,6 +147,7 @@ def merge(
         "layer_scales": dict(layer_scales or {}),
         "seed": seed,
         "strict": strict,
+        "device": place.type,
     }
     info = {
         "method": method,
@@ -208,68 +203,6 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
     }
     heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
     return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
-
-
-def _parameters(row: MergeMethod, given: Mapping[str, float | str | None]) -> dict[str, float | str | None]:
-    """Fill in the row's defaults and check every value."""
-    chosen = dict(row.parameters)
-    for key, value in given.items():
-        if value is None:
-            continue
-        if key not in row.parameters:
-            raise _refused(
-                key, value, f"is no parameter of {row.name}", f"remove it; {row.name} takes {', '.join(chosen)}"
-            )
-        chosen[key] = value
-    if chosen.get("coefficient") == REQUIRED:
-        raise _refused("coefficient", None, f"has no default for {row.name}", "state it, for example 0.5")
-    for key, (low, high, constraint, fix) in RANGES.items():
-        value = chosen.get(key)
-        if isinstance(value, float | int) and not low <= value <= high:
-            raise _refused(key, value, constraint, fix)
-    rank = chosen["rank"]
-    if rank is not None and (not isinstance(rank, int) or rank < 1):
-        raise _refused("rank", rank, "is not a positive integer", "choose a rank of at least 1")
-    if chosen.get("semantics", "paper") not in SEMANTICS:
-        raise _refused("semantics", chosen["semantics"], "is unknown", f"choose one of {', '.join(SEMANTICS)}")
-    return chosen
-
-
-def _check_wrappers(row: MergeMethod, core: bool, robust: str | None, denoise: bool, statistics: object) -> None:
-    if denoise and row.noise:
-        raise _refused("denoise", denoise, f"is no choice for {row.name}, which uses the noise itself", "leave it out")
-    if robust is not None and robust not in get_args(Robust):
-        raise _refused("robust", robust, "is unknown", f"choose one of {', '.join(get_args(Robust))}")
-    if robust == "median" and row.family != "linear":
-        linear = ", ".join(name for name, method in METHODS.items() if method.family == "linear")
-        fix = f"choose clip, or one of {linear}"
-        raise _refused("robust", robust, f"replaces the weights of a linear method, which {row.name} is not", fix)
-    if row.statistics and not statistics:
-        fix = (
-            f'give statistics = public_statistics(base, adapters, texts, kind="{row.statistics}", ...) of public texts'
-        )
-        raise _refused("statistics", None, f"is missing, and {row.name} needs it", fix)
-    if statistics and not row.statistics:
-        raise DpmergeError("DPM-103", f"merge.statistics is no parameter of {row.name}", "remove it")
-    if core and row.statistics:
-        problem = f"is no choice for {row.name}, whose statistics are about the whole matrices"
-        raise _refused("core", core, problem, "leave core out")
-
-
-def _refused(key: str, value: object, constraint: str, fix: str) -> DpmergeError:
-    return DpmergeError("DPM-103", f"merge.{key} = {value!r} {constraint}", fix)
-
-
-def _weights(parties: Sequence[str], weights: Mapping[str, float] | None) -> tuple[float, ...]:
-    if weights is None:
-        return (1.0,) * len(parties)
-    if set(weights) != set(parties):
-        problem = f"weights name {', '.join(sorted(weights))}, but the parties are {', '.join(parties)}"
-        raise DpmergeError("DPM-103", problem, "give one weight per party")
-    for party, weight in weights.items():
-        if not abs(weight) <= LARGEST:
-            raise _refused(f"weights.{party}", weight, "is not finite in fp32", "give a weight such as 0.5")
-    return tuple(float(weights[party]) for party in parties)
 
 
 def _measures(modules: Modules, num_parties: int, combined: Combined) -> dict[str, Any]:

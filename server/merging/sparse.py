@@ -229,7 +229,7 @@ def _thresholds(modules: Modules, num_parties: int, density: float) -> list[floa
     k-th largest exactly, without holding more than one module's matrix.
     """
     size = sum(math.prod(factors[0].shape) for factors in modules.values())
-    upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64)
+    upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64, device="cpu")
     for factors in modules.values():
         for counts, item in zip(upper, factors, strict=True):
             for rows in strips(item):

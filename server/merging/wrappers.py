@@ -51,7 +51,8 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
         return per_module(modules, rule, recipe.factor)
     bases = {name: _bases(factors) for name, factors in modules.items()}
     combined = method({name: coordinates(*bases[name], factors) for name, factors in modules.items()}, recipe)
-    return replace(combined, modules={name: _lifted(*bases[name], item) for name, item in combined.modules.items()})
+    lifted = {name: _lifted(*bases[name], item).on("cpu") for name, item in combined.modules.items()}
+    return replace(combined, modules=lifted)
 
 
 def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[Factors]) -> tuple[Factors, ...]:

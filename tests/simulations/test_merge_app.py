@@ -320,10 +320,17 @@ def test_statistics_come_from_public_texts_that_are_named(dpmerge, base, pair, t
 
 
 def test_what_goes_around_a_method_is_recorded(dpmerge, pair, tmp_path):
-    options = ("--method", "ties", "--core", "--denoise", "--robust", "clip", "--layer-scale", "query=.5", "--rank", 2)
-    assert dpmerge(*pair, *options, "--out", tmp_path / "merged")[0] == 0
+    around = ("--core", "--denoise", "--robust", "clip", "--layer-scale", "query=.5", "--device", "cpu")
+    assert dpmerge(*pair, "--method", "ties", "--rank", 2, *around, "--out", tmp_path / "merged")[0] == 0
     parameters = json.loads((tmp_path / "merged" / "merge.json").read_text())["parameters"]
-    expected = {"core": True, "denoise": True, "robust": "clip", "layer_scales": {"query": 0.5}, "rank": 2}
+    expected = {
+        "core": True,
+        "denoise": True,
+        "robust": "clip",
+        "layer_scales": {"query": 0.5},
+        "rank": 2,
+        "device": "cpu",
+    }
     assert {key: parameters[key] for key in expected} == expected
 
 
@@ -338,6 +345,7 @@ REFUSED_OPTIONS: dict[str, tuple[list[str], str]] = {
     "density above 1": (["--method", "ties", "--density", "1.5"], "DPM-103: merge.density = 1.5 is outside (0, 1]"),
     "coefficient missing": (["--method", "task-arithmetic"], "DPM-103: merge.coefficient"),
     "parameter of another method": (["--method", "average", "--density", "0.5"], "is no parameter of average"),
+    "a device that no merge knows": (["--device", "tpu"], "DPM-103: merge.device = 'tpu' is unknown"),
     "validation that is not there": (["--method", "concat", "--validate", "shop=x.csv"], "DPM-103: --validate shop"),
     "a layer factor without a number": (["--layer-scale", "query"], "DPM-103: --layer-scale 'query'"),
     "a party weighed in two options": (
