@@ -35,6 +35,7 @@ REASONS = {
     "manifest": "files other than those that the manifest lists, or of other hashes",
     "federation": "a release that was signed for another federation",
     "second-release": "other bytes than this party's accepted release",
+    "late": "a release after the deadline of a federation that takes none then",
     "corrupted": "a spooled release whose bytes have changed since",
     "pickle": "a pickled file; only safetensors and JSON are read",
     "unknown-file": "a file that is no part of the format",

@@ -43,12 +43,14 @@ class Collection:
         refused: Party → (code, reason); nobody whose release was accepted.
         nameless: What is known of replies that do not say whose they are.
         nodes: Flower nodes that have replied; each is heard once.
+        late: Whether the deadline ended the waiting before all had replied.
     """
 
     accepted: dict[str, str] = field(default_factory=dict)
     refused: dict[str, tuple[str, str]] = field(default_factory=dict)
     nameless: list[str] = field(default_factory=list)
     nodes: set[int] = field(default_factory=set)
+    late: bool = False
 
     def accept(self, party: str, sha256: str) -> None:
         """Note an accepted release; what was said in that party's name before counts no more."""
@@ -69,26 +71,37 @@ def server_app(
     num_parties: int,
     stop: threading.Event,
     on_reply: Callable[[str], None] = lambda _party: None,
+    on_late: Callable[[], None] = lambda: None,
 ) -> ServerApp:
     """Return the ServerApp; `collection` is filled while it runs.
 
+    The run in which the deadline passes waits for nobody any longer. One that begins later waits for all: it is run
+    for the late ones.
+
     Args:
         terms: What all parties must share, sent to each.
-        reception: Where releases are checked, stored and receipted.
+        reception: Where releases are checked, stored and receipted; it knows the deadline.
         collection: Filled with each party's fate.
         num_parties: How many nodes to wait for.
         stop: When set, the app gives up waiting: whoever runs it is going away.
         on_reply: Called with each party's name when its reply has been judged.
+        on_late: Called at the end if the deadline came before all had replied, whose nodes may be at work still.
     """
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
-        nodes = _wait_for_nodes(grid, num_parties, stop)
-        releases = set(grid.push_messages([Message(pack_terms(terms), node, MessageType.TRAIN) for node in nodes]))
+        begun_late = reception.is_over(datetime.now(UTC))
+        asked: set[int] = set()
+        releases: set[str] = set()
         verdicts: set[str] = set()  # messages whose being taken is waited for, but not for ever
         patience_ends = float("inf")
-        while (releases or verdicts) and time.monotonic() < patience_ends and not stop.is_set():
+        while time.monotonic() < patience_ends and not stop.is_set():
+            over = not begun_late and reception.is_over(datetime.now(UTC))
+            if not over and len(asked) < num_parties:
+                nodes = sorted(set(grid.get_node_ids()) - asked)[: num_parties - len(asked)]
+                releases |= set(grid.push_messages([Message(pack_terms(terms), n, MessageType.TRAIN) for n in nodes]))
+                asked.update(nodes)
             for reply in grid.pull_messages(releases | verdicts):
                 if reply.metadata.reply_to_message_id in verdicts:
                     verdicts.discard(reply.metadata.reply_to_message_id)
@@ -99,9 +112,15 @@ def server_app(
                 if verdict is not None:
                     down = Message(pack_verdict(verdict), reply.metadata.src_node_id, MessageType.QUERY)
                     verdicts |= set(grid.push_messages([down]))
-            if not releases:
+            missing = bool(releases) or len(asked) < num_parties
+            collection.late = over and missing
+            if over or not missing:
+                if not verdicts:
+                    break
                 patience_ends = min(patience_ends, time.monotonic() + VERDICT_SECONDS)
             stop.wait(POLL_SECONDS)
+        if collection.late:
+            on_late()
 
     return app
 
@@ -146,10 +165,3 @@ def judge(reply: Message, reception: Reception, collection: Collection) -> tuple
 def _refusal(collection: Collection, party: str, code: str, reason: str) -> Verdict:
     collection.refuse(party, code, reason)
     return Verdict(code=code, reason=reason)
-
-
-def _wait_for_nodes(grid: Grid, num_parties: int, stop: threading.Event) -> list[int]:
-    nodes: list[int] = []
-    while len(nodes) < num_parties and not stop.wait(POLL_SECONDS):
-        nodes = sorted(grid.get_node_ids())
-    return nodes[:num_parties]

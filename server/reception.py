@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from dpmerge.common.config_sections import Late
 from dpmerge.common.key_list import KeyList
 from dpmerge.common.manifest import check_signed, manifest_hash
 from dpmerge.common.receipt import parse_receipt
 from dpmerge.common.release import SIGNATURE, check_names
 from dpmerge.common.signing import SigningKey
+from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.intake import Expectation, check_size, validate
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.spool import Spool
@@ -37,6 +39,8 @@ class Reception:
         key: The server's, for receipts.
         spool: Where accepted bytes go.
         receipts: Where receipts are kept.
+        deadline: When releases are late, with time zone; None for never.
+        late: Whether a late release is received all the same, or refused.
     """
 
     federation: str
@@ -45,6 +49,12 @@ class Reception:
     key: SigningKey
     spool: Spool
     receipts: Receipts
+    deadline: datetime | None = None
+    late: Late = "keep"
+
+    def is_over(self, at: datetime) -> bool:
+        """Return whether the deadline has passed."""
+        return self.deadline is not None and at > self.deadline
 
     def receive(self, party: str, files: Mapping[str, bytes], at: datetime) -> Received:
         """Check a release, store it durably, and return the receipt: for the same bytes, the same one for ever.
@@ -65,12 +75,26 @@ class Reception:
         manifest = check_signed(
             files, party=party, federation=self.federation, keys=self.keys, at=self._received_at(party, files, at)
         )
+        self._check_time(party, files, at)
+        if manifest.base_sha256 != self.expectation.base_sha256:
+            problem = f"{party}: {SIGNATURE} is for base model {manifest.base_sha256[:16]}…"
+            raise ReleaseRefused("base-mismatch", problem, "train on the federation's base model")
         validate(party, files, self.expectation)
         digest = self.spool.accept(party, files)
         receipt = self.receipts.issue(
             manifest, manifest_sha256=manifest_hash(files[SIGNATURE]), spool_sha256=digest, time=at, key=self.key
         )
         return Received(digest, receipt)
+
+    def _check_time(self, party: str, files: Mapping[str, bytes], now: datetime) -> None:
+        """Refuse what is late where that is the policy; what is in the spool came in time, with a receipt or without.
+
+        Raises:
+            ReleaseRefused: late.
+        """
+        if self.late == "refuse" and self.is_over(now) and not self.spool.holds(party, files):
+            problem = f"{party}: received {now:%Y-%m-%d %H:%M} UTC, and the deadline was {self.deadline:%Y-%m-%d %H:%M}"
+            raise ReleaseRefused("late", problem, "ask for another federation; this one takes no more releases")
 
     def _received_at(self, party: str, files: Mapping[str, bytes], now: datetime) -> datetime:
         """Return when this very manifest first came: a key revoked after that does not undo what it signed."""

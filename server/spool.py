@@ -47,10 +47,10 @@ class Spool:
             raise ReleaseRefused("path", f"party {party!r}", f"name parties by {PARTY_NAME.pattern}")
         digest = release_hash(files)
         with self._lock:
+            if self.holds(party, files):
+                return digest
             present = self.hashes().get(party)
             if present is not None:
-                if present == digest and self._files(party, digest) == dict(files):
-                    return digest
                 problem = f"{party}: sent {digest[:12]} but other bytes, {present[:12]}, were accepted before"
                 raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
             if (self._releases / digest).exists():  # left by a crash; nobody was told of it, so it may be another's
@@ -58,6 +58,15 @@ class Spool:
             write_files(self._releases / digest, files)
             replace_file(self._parties / party, digest, durable=True)
         return digest
+
+    def holds(self, party: str, files: Mapping[str, bytes]) -> bool:
+        """Return whether a party's accepted release, withdrawn or not, is these very bytes.
+
+        Raises:
+            ReleaseRefused: corrupted, when the stored bytes are no longer those that were accepted.
+        """
+        digest = release_hash(files)
+        return self.hashes().get(party) == digest and self._files(party, digest) == dict(files)
 
     def withdraw(self, party: str) -> None:
         """Keep a party's release out of every later merge; withdrawing it again changes nothing.

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 1 a party failed or an audit refutes its claim, 2 bad input, 130 interrupted.
+"""The command line. Exit codes: 0 done, 1 a party is missing or a claim is refuted, 2 bad input, 130 interrupted.
 
 With `--format json` the result object is all that stdout gets; whatever is said in words goes to stderr. Torch, Flower
 and Ray are imported inside the commands that need them, so that `dpmerge --help` answers at once.
@@ -126,7 +126,7 @@ def simulate(
         for line in closing_lines(results):
             terminal.print(line, markup=False, highlight=False)
         print(out / "report.html")
-    return PARTY_FAILED if results.failed else 0
+    return 0 if results.complete else PARTY_FAILED
 
 
 @app.command(epilog="Example: dpmerge report runs/demo")

@@ -12,39 +12,39 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dpmerge.client.party import training_records
-from dpmerge.common.config import Federation, FileSource, PartyPlan, party_plan
+from dpmerge.client.outbox import RELEASE
+from dpmerge.common.config import Federation, FileSource, IntakeSettings, PartyPlan, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 from dpmerge.common.heads import label_text_head
 from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import to_files, write_files
-from dpmerge.common.sources import label_descriptions, public_test_records, task_name, terms_hash
+from dpmerge.common.sources import label_descriptions, public_test_records, terms_hash
 from dpmerge.common.split_encoder import check_length
-from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
 from dpmerge.server.expectation import expectation_of
 from dpmerge.server.merging.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
-from dpmerge.server.noise_share import noise_share
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.reception import Reception
 from dpmerge.server.spool import Spool
-from dpmerge.simulations.flower import collect
-from dpmerge.simulations.founding import found
+from dpmerge.simulations.flower import PARTIES, collect
+from dpmerge.simulations.founding import Founding, found
 from dpmerge.simulations.output_folder import Mode, check_output, prepare_output
+from dpmerge.simulations.party_rows import party_rows
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.report import write_report
-from dpmerge.simulations.results import Accuracies, PartyResult, Results, write_results
+from dpmerge.simulations.results import Results, write_results
 
 PACKAGES = (
     "dpmerge",
@@ -63,7 +63,7 @@ RUN_FILE = "run.json"
 
 
 def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, progress: Progress) -> Results:
-    """Train every party, merge what was released, evaluate, and write results and report into `out`.
+    """Train every party, merge what was released if that is enough, evaluate, write results and report into `out`.
 
     Args:
         federation: The checked configuration.
@@ -94,15 +94,22 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         key=founding.server_key,
         spool=spool,
         receipts=Receipts(out / "receipts"),
+        deadline=_deadline(founding, federation.intake),
+        late=federation.intake.late,
     )
     with _timed(seconds, "train"):
         terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
-        collection = collect(plans, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
+        asked = _asked(plans, reception, out)
+        collection = Collection()
+        if asked:
+            collection = collect(asked, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
+        collection.late |= len(asked) < len(plans)
     files = spool.releases()  # all that was ever accepted here, whatever came of the replies of this run
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
     merged = None
     scores: dict[str, TaskScores] = {}
-    if adapters:
+    shortfall = _shortfall(len(adapters), federation)
+    if not shortfall:
         for party, kept in files.items():
             _replace_folder(out / "releases" / party, kept)
         with _timed(seconds, "merge"):
@@ -114,7 +121,8 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         versions={name: version(name) for name in PACKAGES},
         merge=merged.info if merged else {},
         seconds=seconds,
-        parties=tuple(_row(plan, adapters, collection, scores.get(plan.party), merged) for plan in plans),
+        parties=party_rows(plans, adapters, collection, reception, scores, merged),
+        not_merged=shortfall,
     )
     write_results(out, results)
     write_report(out)
@@ -160,51 +168,27 @@ def _evaluate(
     return scores
 
 
-def _row(
-    plan: PartyPlan,
-    adapters: Sequence[Adapter],
-    collection: Collection,
-    scores: TaskScores | None,
-    merged: Merged | None,
-) -> PartyResult:
-    """Return one party's line: what its statement says, what was measured, or why there is nothing."""
-    adapter = next((adapter for adapter in adapters if adapter.party == plan.party), None)
-    if adapter is None or merged is None:
-        silence = ("DPM-599", "; ".join(["no reply came", *collection.nameless]))
-        code, reason = collection.refused.get(plan.party, silence)
-        return PartyResult(
-            party=plan.party,
-            task=task_name(plan),
-            status="failed",
-            reason=f"{code}: {reason}",
-            private=plan.privacy.private,
-        )
-    mechanism = mechanism_from_statement(adapter.statement)
-    accuracy = accuracy_se = Accuracies()
-    by_adapter: dict[str, float] = {}
-    if scores is not None:
-        measured = (scores.base, scores.by_adapter[plan.party], scores.merged)
-        accuracy = Accuracies(**dict(zip(("base", "own", "merged"), (m.value for m in measured), strict=True)))
-        accuracy_se = Accuracies(
-            **dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True))
-        )
-        by_adapter = {party: m.value for party, m in scores.by_adapter.items()}
-    return PartyResult(
-        party=plan.party,
-        task=task_name(plan),
-        private=mechanism.private,
-        epsilon=adapter.statement["epsilon"],
-        delta=mechanism.target_delta,
-        noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-        num_train=len(training_records(plan.source)),  # the simulation's own knowledge; no release carries it
-        num_test=scores.base.num_test if scores else None,
-        accuracy=accuracy,
-        accuracy_se=accuracy_se,
-        accuracy_by_adapter=by_adapter,
-        drift=merged.info["norms"][merged.info["parties"].index(plan.party)],
-        noise_share=noise_share(mechanism, plan.training, adapter.modules),
-        sentence=sentence(adapter.statement),
-    )
+def _deadline(founding: Founding, settings: IntakeSettings) -> datetime | None:
+    minutes = settings.deadline_minutes
+    return founding.founded + timedelta(minutes=minutes) if minutes else None
+
+
+def _asked(plans: Sequence[PartyPlan], reception: Reception, out: Path) -> list[PartyPlan]:
+    """Return whom to start: once a federation takes nothing more, only who has a release, and perhaps no receipt.
+
+    Others would spend their budget on a release that is refused.
+    """
+    if reception.late == "keep" or not reception.is_over(datetime.now(UTC)):
+        return list(plans)
+    return [plan for plan in plans if (out / PARTIES / plan.party / RELEASE).exists()]
+
+
+def _shortfall(num_releases: int, federation: Federation) -> str:
+    """Return why nothing is merged, or nothing if there are enough releases."""
+    wanted = federation.intake.min_parties
+    if num_releases >= wanted:
+        return ""
+    return f"{num_releases} of {len(federation.parties)} releases are here, and intake.min_parties is {wanted}"
 
 
 def _replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,10 @@ from dpmerge.simulations.progress import Progress
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory: only messages and releases pass through it."""
 PROGRESS_EVERY_SECONDS = 0.5
+END_WITHIN_SECONDS = 0.5
 PARTIES = "parties"
+ENDING = "ending"
+"""Thread that ends a worker's process at the deadline."""
 
 
 def collect(
@@ -58,19 +63,21 @@ def collect(
     num_at_once = min(cores, len(plans))
     sites = sites_of(plans, founding, out, num_threads=cores // num_at_once)
     collection, stop = Collection(), threading.Event()
-    app = server_app(
-        terms,
-        reception,
-        collection,
-        num_parties=len(plans),
-        stop=stop,
-        on_reply=progress.done,
-    )
-    with _quiet(out / "log.txt"), _watched(sites, progress):
+    with _quiet(out / "log.txt"), _watched(sites, progress), tempfile.TemporaryDirectory() as folder:
+        over = Path(folder, "over")
+        app = server_app(
+            terms,
+            reception,
+            collection,
+            num_parties=len(plans),
+            stop=stop,
+            on_reply=progress.done,
+            on_late=over.touch,
+        )
         try:
             run_simulation(
                 server_app=app,
-                client_app=client_app(_site_finder(sites)),
+                client_app=client_app(_site_finder(sites, over)),
                 num_supernodes=len(plans),
                 backend_name="ray",
                 backend_config={
@@ -104,13 +111,29 @@ def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_t
     ]
 
 
-def _site_finder(sites: Sequence[Site]) -> Callable[[Context], Site]:
+def _site_finder(sites: Sequence[Site], over: Path) -> Callable[[Context], Site]:
     """Return what a worker needs to find its site: a closure over plain data, pickled to Ray's own processes only."""
 
     def site_of(context: Context) -> Site:
+        _end_with_the_run(over)
         return sites[int(context.node_config["partition-id"])]
 
     return site_of
+
+
+def _end_with_the_run(over: Path) -> None:
+    """End this worker's process, whatever it is at, once the file appears: Flower's runtime waits for all workers.
+
+    To a party it is a kill, which it survives at any point.
+    """
+
+    def watch() -> None:
+        while not over.exists():
+            time.sleep(END_WITHIN_SECONDS)
+        os._exit(1)
+
+    if ENDING not in {thread.name for thread in threading.enumerate()}:
+        threading.Thread(target=watch, name=ENDING, daemon=True).start()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A simulated federation's id and keys, made once per run folder, so that its signatures are as real as a deployment's.
 
     keys/federation       the id: a word and random bits
+    keys/founded          when, by this machine's clock: deadlines count from here
     keys/keys.toml        whose public key is which, for `dpmerge verify --allow`
     keys/<name>.pem       the secret of each party, and of the server
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from dpmerge.common.errors import DpmergeError
@@ -31,12 +33,14 @@ class Founding:
     Attributes:
         folder: Where it lies.
         federation: The federation's id.
+        founded: When, in UTC.
         keys: Public keys by party, and the server's.
         server_key: The server's secret.
     """
 
     folder: Path
     federation: str
+    founded: datetime
     keys: KeyList
     server_key: SigningKey
 
@@ -60,9 +64,11 @@ def found(out: Path, parties: Sequence[str]) -> Founding:
             lines = [f'{name} = "{key}"' for name, key in public.items()]
             (new / KEY_LIST).write_text("\n".join(["schema = 1", "", "[keys]", *lines, ""]))
             (new / "federation").write_text(f"simulation-{secrets.token_hex(16)}")
+            (new / "founded").write_text(datetime.now(UTC).isoformat())
     return Founding(
         folder=folder,
         federation=(folder / "federation").read_text(),
+        founded=datetime.fromisoformat((folder / "founded").read_text()),
         keys=load_key_list(folder / KEY_LIST),
         server_key=load_key(folder / f"{SERVER}.pem"),
     )

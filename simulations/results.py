@@ -18,12 +18,15 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
+
+Status = Literal["finished", "failed", "late", "withdrawn"]
+"""Released; failed or was refused; silent when the deadline came; released, and then withdrew."""
 
 SCHEMA = 1
 RESULTS_FILE = "results.json"
@@ -64,7 +67,7 @@ class PartyResult:
     """One party's row.
 
     Args:
-        status: "failed" needs a `reason`, which begins with the error's code.
+        status: All but "finished" need a `reason`, which for "failed" begins with the error's code.
         sentence: The plain ε statement of what was released, which names the party; empty if nothing was.
         num_train: Stays with whoever ran the simulation; a deployed party does not send it.
         accuracy_by_adapter: Accuracy on this party's task with each party's adapter.
@@ -72,7 +75,7 @@ class PartyResult:
 
     party: str
     task: str
-    status: Literal["finished", "failed"] = "finished"
+    status: Status = "finished"
     reason: str | None = None
     private: bool = True
     epsilon: float | None = None
@@ -88,10 +91,10 @@ class PartyResult:
     sentence: str = ""
 
     def __post_init__(self) -> None:
-        if self.status not in ("finished", "failed"):
-            raise ValueError(f"Expected status={self.status!r} of {self.party} to be finished or failed.")
-        if (self.status == "failed") != bool(self.reason):
-            raise ValueError(f"Expected a reason={self.reason!r} of {self.party} exactly when it failed.")
+        if self.status not in get_args(Status):
+            raise ValueError(f"Expected status={self.status!r} of {self.party} to be one of {get_args(Status)}.")
+        if (self.status == "finished") == bool(self.reason):
+            raise ValueError(f"Expected a reason={self.reason!r} of {self.party} exactly unless it finished.")
         for name, value in [*asdict(self.accuracy).items(), *self.accuracy_by_adapter.items()]:
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"Expected accuracy {name}={value} of {self.party} in [0, 1].")
@@ -125,6 +128,7 @@ class Results:
         seconds: Stage → wall-clock seconds.
         parties: One row each, in the order of the federation file.
         reduced: Whether this was a run cut short on purpose (a quick benchmark, a check), not to be quoted.
+        not_merged: Why nothing was merged; empty if something was.
     """
 
     config: Mapping[str, Any]
@@ -133,6 +137,7 @@ class Results:
     seconds: Mapping[str, float]
     parties: tuple[PartyResult, ...]
     reduced: bool = False
+    not_merged: str = ""
 
     @property
     def measured(self) -> tuple[PartyResult, ...]:
@@ -155,9 +160,14 @@ class Results:
         return tuple(party.party for party in self.parties if party.regressed)
 
     @property
-    def failed(self) -> tuple[PartyResult, ...]:
-        """The parties that released nothing."""
-        return tuple(party for party in self.parties if party.status == "failed")
+    def absent(self) -> tuple[PartyResult, ...]:
+        """The parties without a release that could be merged."""
+        return tuple(party for party in self.parties if party.status != "finished")
+
+    @property
+    def complete(self) -> bool:
+        """Whether there is a merge, and in it every party that did not withdraw."""
+        return not self.not_merged and all(party.status == "withdrawn" for party in self.absent)
 
     def _over_measured(self, name: str, summary: Callable[[list[float]], float]) -> Accuracies:
         rows = [getattr(party, name) for party in self.measured]
@@ -172,6 +182,7 @@ class Results:
             "config": dict(self.config),
             "versions": dict(self.versions),
             "merge": dict(self.merge),
+            "not_merged": self.not_merged,
             "mean_accuracy": asdict(self.mean_accuracy),
             "mean_accuracy_se": asdict(self.mean_accuracy_se),
             "regressions": list(self.regressions),
@@ -190,7 +201,7 @@ def results_from_dict(tables: Mapping[str, Any]) -> Results:
     if tables.get("schema") != SCHEMA:
         raise ValueError(f"Expected schema={tables.get('schema')!r} to be {SCHEMA}.")
     try:
-        own = {key.name: tables[key.name] for key in fields(Results)}
+        own = {key.name: tables[key.name] for key in fields(Results) if key.name in tables or key.default is MISSING}
         own["parties"] = tuple(_party(row) for row in tables["parties"])
         return Results(**own)
     except KeyError as missing:

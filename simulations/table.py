@@ -20,7 +20,7 @@ def results_table(results: Results) -> Table:
     for name in ("ε", "σ", "base", "own", "merged", "gap"):
         table.add_column(name, justify="right", no_wrap=True)
     for party in results.parties:
-        table.add_row(*_row(party, len(table.columns)), style="red" if party.status == "failed" else None)
+        table.add_row(*_row(party, len(table.columns)), style=None if party.status == "finished" else "red")
     table.add_section()
     mean, error = results.mean_accuracy, results.mean_accuracy_se
     cells = [percent(getattr(mean, name), getattr(error, name)) for name in ("base", "own", "merged")]
@@ -33,8 +33,8 @@ def results_table(results: Results) -> Table:
 
 def _row(party: PartyResult, num_columns: int) -> list[str]:
     head = [escape(party.party), escape(party.task), epsilon(party)]
-    if party.status == "failed":
-        cells = [*head, "failed"]
+    if party.status != "finished":
+        cells = [*head, party.status]
         return cells + [MISSING] * (num_columns - len(cells))
     pairs = [(getattr(party.accuracy, name), getattr(party.accuracy_se, name)) for name in ("base", "own", "merged")]
     noise = MISSING if party.noise_multiplier is None else f"{party.noise_multiplier:.3f}"
@@ -69,8 +69,9 @@ def points(value: float | None) -> str:
 
 
 def closing_lines(results: Results) -> list[str]:
-    """What has to be said beside the numbers: failures, regressions, and each release's privacy in a sentence."""
-    lines = [f"{party.party} failed: {party.reason}" for party in results.failed]
+    """What has to be said beside the numbers: who is missing, regressions, each release's privacy in a sentence."""
+    lines = [f"NOTHING WAS MERGED: {results.not_merged}; go on with --resume"] if results.not_merged else []
+    lines += [f"{party.party} {party.status}: {party.reason}" for party in results.absent]
     lines += [
         f"{name}: merging made this task worse than the base model, by more than two standard errors"
         for name in results.regressions

@@ -1,8 +1,14 @@
 """Two parties with sixty records each and three steps: enough for every file that a federation makes."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 
+from dpmerge.client.app import answer, settle
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.tasks import load_task
+from dpmerge.common.wire import Verdict
+from dpmerge.server.app import Collection
+from dpmerge.simulations.flower import sites_of
 from tests.conftest import write_csv
 
 SHARED = """
@@ -48,3 +54,22 @@ def write_small_federation(folder: Path) -> Path:
     path = folder / "federation.toml"
     path.write_text(SHARED + "".join(PARTY.format(name=name) for name in NAMES))
     return path
+
+
+def collect_directly(plans, terms, reception, founding, out, *, num_cpus, progress) -> Collection:
+    """What Flower does, without Flower: each party's answer to the server, and the server's to the party."""
+    collection = Collection()
+    for site in sites_of(plans, founding, out, num_threads=1):
+        outcome = answer(site, terms)
+        if outcome.code:
+            collection.refuse(outcome.party, outcome.code, outcome.reason)
+            continue
+        try:
+            received = reception.receive(outcome.party, outcome.files, datetime.now(UTC))
+        except DpmergeError as error:
+            collection.refuse(outcome.party, error.code, error.problem)
+            settle(site, Verdict(code=error.code, reason=error.problem))
+            continue
+        collection.accept(outcome.party, received.sha256)
+        settle(site, Verdict(receipt=received.receipt))
+    return collection

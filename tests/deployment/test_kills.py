@@ -12,25 +12,20 @@ import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from dpmerge.client import party as party_module
-from dpmerge.client.app import answer, settle
 from dpmerge.client.party import make_mechanism
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.config import Federation, load_federation, party_plan
 from dpmerge.common.release import release_files
 from dpmerge.common.statement import check_statement
-from dpmerge.common.wire import Verdict
-from dpmerge.server.app import Collection
 from dpmerge.simulations import federation as federation_module
-from dpmerge.simulations.flower import sites_of
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.results import load_results
-from tests.deployment.small_federation import write_small_federation
+from tests.deployment.small_federation import collect_directly, write_small_federation
 
 pytestmark = pytest.mark.slow
 
@@ -139,20 +134,6 @@ def run(federation: Federation, out: Path, mode, point: Point | None = None) -> 
     if point is not None:
         arm(point)
     federation_module.run(federation, out, mode=mode, num_cpus=1, progress=Progress("silent"))
-
-
-def collect_directly(plans, terms, reception, founding, out, *, num_cpus, progress) -> Collection:
-    """What Flower does, without Flower: each party's answer to the server, and the server's to the party."""
-    collection = Collection()
-    for site in sites_of(plans, founding, out, num_threads=1):
-        outcome = answer(site, terms)
-        if outcome.code:
-            collection.refuse(outcome.party, outcome.code, outcome.reason)
-            continue
-        received = reception.receive(outcome.party, outcome.files, datetime.now(UTC))
-        collection.accept(outcome.party, received.sha256)
-        settle(site, Verdict(receipt=received.receipt))
-    return collection
 
 
 def arm(point: Point) -> None:

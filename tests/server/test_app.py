@@ -1,20 +1,25 @@
 """Judging replies: one at a time, each node once, and no reply can end the run or speak in another's row."""
 
 import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Error, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
 from dpmerge.common.receipt import check_receipt
 from dpmerge.common.release import SIGNATURE
 from dpmerge.common.untrusted import ReleaseRefused
-from dpmerge.common.wire import Outcome, Verdict, pack_outcome
+from dpmerge.common.wire import Outcome, Terms, Verdict, pack_outcome
+from dpmerge.server import app as app_module
 from dpmerge.server import reception as reception_module
-from dpmerge.server.app import NO_REPLY, NOT_JUDGED, SECOND_REPLY, Collection, judge
+from dpmerge.server.app import NO_REPLY, NOT_JUDGED, SECOND_REPLY, Collection, judge, server_app
 from dpmerge.server.intake import Expectation
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.reception import Reception
@@ -54,7 +59,7 @@ def reception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reception:
     parties: Any = dict.fromkeys(("shop", "cinema"))
     return Reception(
         federation=FEDERATION,
-        expectation=Expectation(parties=parties, base_sha256="", adapter_config={}, shapes={}),
+        expectation=Expectation(parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}),
         keys=KEYS,
         key=SERVER_KEY,
         spool=Spool(tmp_path / "spool"),
@@ -152,3 +157,103 @@ def test_a_reply_of_another_form_is_nobodys(
 ) -> None:
     assert judge(reply(RecordDict(content)), reception, collection) == ("", None)
     assert (collection.accepted, collection.refused, len(collection.nameless)) == ({}, {}, 1)
+
+
+TERMS = Terms("ab" * 32, FEDERATION)
+SOON = timedelta(seconds=0.5)
+
+
+class Nodes:
+    """A grid whose nodes appear, the first at once, and answer terms with a release, and verdicts; or never.
+
+    Attributes:
+        sent: Node → what it was sent, in order.
+    """
+
+    def __init__(self, releases: dict[int, tuple[str, dict[str, bytes]] | None], *, appear_at: int = 0) -> None:
+        self._releases, self._looks_to_go, self._asked = releases, appear_at, dict[str, Message]()
+        self.sent: dict[int, list[str]] = {}
+
+    def get_node_ids(self) -> Iterable[int]:
+        self._looks_to_go -= 1
+        return [node for node in self._releases if node == 1 or self._looks_to_go < 0]
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        names = []
+        for message in messages:
+            node, name = message.metadata.dst_node_id, f"message {sum(map(len, self.sent.values()))}"
+            message.metadata.__dict__["_message_id"] = name
+            self._asked[name] = message
+            self.sent.setdefault(node, []).append(message.metadata.message_type)
+            names.append(name)
+        return names
+
+    def pull_messages(self, names: Iterable[str]) -> Iterable[Message]:
+        for name in sorted(names & self._asked.keys()):
+            message = self._asked[name]
+            answer = self._releases[message.metadata.dst_node_id]
+            if answer is not None:
+                del self._asked[name]
+                is_train = message.metadata.message_type == MessageType.TRAIN
+                yield Message(pack_outcome(Outcome(*answer)) if is_train else RecordDict(), reply_to=message)
+
+
+def serve(nodes: Nodes, reception: Reception, *, num_parties: int = 2) -> tuple[Collection, list[str]]:
+    """Run the app to its end; return what it collected, and whether it said that it ended late."""
+    collection, late = Collection(), list[str]()
+    app = server_app(
+        TERMS,
+        reception,
+        collection,
+        num_parties=num_parties,
+        stop=threading.Event(),
+        on_late=lambda: late.append("late"),
+    )
+    app(nodes, Context(1, 1, {}, RecordDict(), {}))  # type: ignore[arg-type]  # as much of a grid as the app uses
+    return collection, late
+
+
+def test_all_are_asked_as_they_appear_and_told(reception: Reception) -> None:
+    nodes = Nodes({1: ("shop", SHOP), 2: ("cinema", CINEMA)}, appear_at=3)
+    collection, late = serve(nodes, reception)
+    assert sorted(collection.accepted) == ["cinema", "shop"]
+    assert nodes.sent == {1: [MessageType.TRAIN, MessageType.QUERY], 2: [MessageType.TRAIN, MessageType.QUERY]}
+    assert (collection.late, late) == (False, [])
+
+
+@pytest.mark.parametrize("missing", ["silent", "absent"])
+def test_at_the_deadline_nobody_is_waited_for_any_longer(missing: str, reception: Reception) -> None:
+    nodes = Nodes({1: ("shop", SHOP)} | ({2: None} if missing == "silent" else {}))
+    collection, late = serve(nodes, replace(reception, deadline=datetime.now(UTC) + SOON))
+    assert list(collection.accepted) == ["shop"]
+    assert nodes.sent[1] == [MessageType.TRAIN, MessageType.QUERY]
+    assert (collection.late, late) == (True, ["late"])
+
+
+def test_a_deadline_after_the_last_reply_means_nothing(reception: Reception) -> None:
+    nodes = Nodes({1: ("shop", SHOP), 2: ("cinema", CINEMA)})
+    collection, late = serve(nodes, replace(reception, deadline=datetime.now(UTC) + timedelta(hours=1)))
+    assert sorted(collection.accepted) == ["cinema", "shop"]
+    assert (collection.late, late) == (False, [])
+
+
+def test_a_run_that_begins_after_the_deadline_is_for_the_late_ones(reception: Reception) -> None:
+    nodes = Nodes({1: ("shop", SHOP), 2: ("cinema", CINEMA)}, appear_at=5)
+    collection, late = serve(nodes, replace(reception, deadline=datetime.now(UTC) - SOON))
+    assert sorted(collection.accepted) == ["cinema", "shop"]
+    assert (collection.late, late) == (False, [])
+
+
+def test_a_verdict_that_nobody_takes_does_not_hold_up_the_run_for_ever(
+    reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "VERDICT_SECONDS", 0.5)
+
+    class Deaf(Nodes):
+        def pull_messages(self, names: Iterable[str]) -> Iterable[Message]:
+            return (m for m in super().pull_messages(names) if m.content)  # no verdict is ever said to be taken
+
+    nodes = Deaf({1: ("shop", SHOP), 2: None})
+    collection, late = serve(nodes, replace(reception, deadline=datetime.now(UTC) + SOON))
+    assert list(collection.accepted) == ["shop"]
+    assert late == ["late"]

@@ -35,7 +35,9 @@ def open_reception(folder, **changes) -> Reception:
     parties: Any = dict.fromkeys(("shop", "cinema"))
     settings: dict[str, Any] = {
         "federation": FEDERATION,
-        "expectation": Expectation(parties=parties, base_sha256="", adapter_config={}, shapes={}, max_bytes=1 << 20),
+        "expectation": Expectation(
+            parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}, max_bytes=1 << 20
+        ),
         "keys": KEYS,
         "key": SERVER_KEY,
         "spool": Spool(folder / "spool"),
@@ -54,6 +56,7 @@ REFUSED = {
     "another party's key": ("key", "shop", signed_files(key=STRANGER)),
     "another party's release": ("key", "cinema", SHOP),
     "in another party's name": ("party-mismatch", "cinema", signed_files(key=STRANGER)),
+    "for another base": ("base-mismatch", "shop", signed_files(told=statement() | {"base_sha256": "d" * 64})),
     "another federation's": ("federation", "shop", signed_files(federation="another-1f")),
     "a file more": ("manifest", "shop", SHOP | {"merge.json": b"{}"}),
     "a byte of the card": ("manifest", "shop", SHOP | {README: SHOP[README] + b" "}),
@@ -131,6 +134,48 @@ def test_a_revoked_key_signs_nothing_new_and_what_it_signed_before_is_resent(tmp
     with pytest.raises(ReleaseRefused) as refusal:
         early.receive("shop", signed_files(ledger_head="cd" * 32), late)
     assert refusal.value.reason == "revoked"
+
+
+DEADLINE = NOW + timedelta(hours=1)
+LATE = DEADLINE + timedelta(seconds=1)
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_after_the_deadline_only_what_was_in_time_is_received_and_for_ever(crashed, tmp_path, monkeypatch):
+    """In time is what is in the spool, whether or not a crash came before its receipt."""
+    monkeypatch.setattr(module, "validate", lambda *_: None)
+    reception = open_reception(tmp_path, deadline=DEADLINE, late="refuse")
+    with monkeypatch.context() as patch:
+        if crashed:
+            patch.setattr(Receipts, "issue", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt) if crashed else nullcontext():
+            reception.receive("shop", SHOP, DEADLINE)
+    monkeypatch.setattr(module, "validate", lambda *_: pytest.fail("its contents were parsed"))
+    late_comers = {
+        "cinema": signed_files(told=statement("cinema"), key=STRANGER),
+        "shop": signed_files(ledger_head="cd" * 32),
+    }
+    for party, files in late_comers.items():
+        with pytest.raises(ReleaseRefused) as refusal:
+            reception.receive(party, files, LATE)
+        assert refusal.value.reason == "late"
+        assert str(refusal.value).count("2026-03-01 13:30") == 2
+    monkeypatch.setattr(module, "validate", lambda *_: None)
+    first = reception.receive("shop", SHOP, LATE)
+    assert reception.receive("shop", SHOP, LATE + timedelta(days=400)) == first
+    assert reception.spool.releases() == {"shop": dict(SHOP)}
+
+
+def test_a_late_release_is_kept_for_the_next_merge_where_that_is_the_policy(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "validate", lambda *_: None)
+    reception = open_reception(tmp_path, deadline=DEADLINE)
+    assert (reception.is_over(DEADLINE), reception.is_over(LATE)) == (False, True)
+    receipt, _ = parse_receipt(reception.receive("shop", SHOP, LATE).receipt, "shop")
+    assert receipt.spool_sha256 == reception.spool.hashes()["shop"]
+
+
+def test_without_a_deadline_nothing_is_late(reception):
+    assert not reception.is_over(datetime.max.replace(tzinfo=UTC))
 
 
 def test_contents_are_judged_after_the_signature_and_refused_without_a_trace(reception, monkeypatch):

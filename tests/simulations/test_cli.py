@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,13 @@ def test_a_failed_party_is_told_and_makes_the_exit_code_1(dpmerge, job, tmp_path
     code, out, _ = dpmerge("simulate", EXAMPLE, "--out", tmp_path / "run", "--format", output)
     assert code == 1
     assert "DPM-599: not told" in out
+
+
+def test_a_merge_below_the_quorum_makes_the_exit_code_1(dpmerge, job, tmp_path):
+    job.results = replace(results(FINE), not_merged="1 of 2 releases are here")
+    code, out, _ = dpmerge("simulate", EXAMPLE, "--out", tmp_path / "run")
+    assert code == 1
+    assert "NOTHING WAS MERGED: 1 of 2 releases are here" in out
 
 
 @pytest.mark.parametrize("output", ["text", "json"])

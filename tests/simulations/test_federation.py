@@ -88,7 +88,7 @@ def first_run(tmp_path_factory, product_files):
 def test_a_failing_party_does_not_sink_the_run(first_run):
     _, out, results = first_run
     rows = {row.party: row for row in results.parties}
-    assert [row.party for row in results.failed] == ["late"]
+    assert [row.party for row in results.absent] == ["late"]
     assert rows["late"].reason.startswith("DPM-203")
     assert rows["shop"].status == rows["cinema"].status == "finished"
     assert "some text" not in json.dumps(results.to_dict())  # no message quotes a record

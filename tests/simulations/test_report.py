@@ -133,8 +133,11 @@ def test_stamps_say_what_must_not_be_missed():
     open_row = row("network", private=False, epsilon=None, noise_multiplier=None)
     failed = PartyResult(party="news", task="t", status="failed", reason="DPM-599: not told")
     worse = row("shop", accuracy=Accuracies(base=0.8, own=0.8, merged=0.5))
-    text = Page(render(results(open_row, failed, worse, reduced=True))).text
+    late = PartyResult(party="bank", task="t", status="late", reason="no release by the deadline")
+    text = Page(render(results(open_row, failed, late, worse, reduced=True, not_merged="1 of 4 releases"))).text
     for words in ("Not private: network", "Reduced run.", "news failed", "DPM-599: not told", "shop: regression."):
+        assert words in text
+    for words in ("Nothing was merged. 1 of 4 releases.", "bank late: not in the merged model. no release by the"):
         assert words in text
 
 

@@ -42,6 +42,8 @@ def party(name="shop", base=0.70, own=0.80, merged=0.78, **changes):
 
 
 FAILED = PartyResult(party="cinema", task="movie", status="failed", reason="DPM-599: no", epsilon=1.0, delta=1e-5)
+LATE = PartyResult(party="bank", task="movie", status="late", reason="no release by the deadline")
+WITHDRAWN = PartyResult(party="club", task="movie", status="withdrawn", reason="it withdrew")
 OPEN = party("network", private=False, epsilon=None, noise_multiplier=None, sentence="No privacy.")
 UNTESTED = party("own", base=None, own=None, merged=None, num_test=None, accuracy_se=Accuracies())
 
@@ -161,6 +163,7 @@ def test_derived_numbers_are_not_taken_from_the_file():
     "changes",
     [
         {"status": "failed"},
+        {"status": "late"},
         {"reason": "DPM-599: no"},
         {"status": "done"},
         {"accuracy": Accuracies(base=1.2)},
@@ -192,6 +195,29 @@ def test_the_table_says_what_is_missing_failed_and_not_private():
     assert "2 of 4" in lines["mean"]
     assert "REDUCED" not in text
     assert "REDUCED" in printed(results(reduced=True))
+
+
+def test_whoever_is_absent_is_told_by_name_and_makes_a_run_incomplete_unless_it_withdrew():
+    assert results(party(), OPEN).complete
+    assert results(party(), WITHDRAWN).complete
+    assert not results(party(), LATE).complete
+    assert not results(party(), not_merged="1 of 2").complete
+    found = results(party(), LATE, WITHDRAWN, not_merged="1 of 3 releases are here")
+    assert [row.party for row in found.absent] == ["bank", "club"]
+    lines = {line.split()[0]: line for line in printed(found).splitlines() if line.strip()}
+    assert ("late" in lines["bank"], "withdrawn" in lines["club"]) == (True, True)
+    assert closing_lines(found)[:3] == [
+        "NOTHING WAS MERGED: 1 of 3 releases are here; go on with --resume",
+        "bank late: no release by the deadline",
+        "club withdrawn: it withdrew",
+    ]
+
+
+def test_results_of_before_a_key_was_added_are_read(tmp_path):
+    tables = results().to_dict()
+    del tables["not_merged"]
+    (tmp_path / "results.json").write_text(json.dumps(tables))
+    assert load_results(tmp_path) == results()
 
 
 def test_names_are_printed_as_they_are():
