@@ -137,7 +137,7 @@ def test_stamps_say_what_must_not_be_missed():
     text = Page(render(results(open_row, failed, late, worse, reduced=True, not_merged="1 of 4 releases"))).text
     for words in ("Not private: network", "Reduced run.", "news failed", "DPM-599: not told", "shop: regression."):
         assert words in text
-    for words in ("Nothing was merged. 1 of 4 releases.", "bank late: not in the merged model. no release by the"):
+    for words in ("Nothing was merged. 1 of 4 releases", "bank late : not in the merged model. no release by the"):
         assert words in text
 
 
