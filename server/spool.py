@@ -77,10 +77,7 @@ class Spool:
             ReleaseRefused: unknown-party, when nothing of that party is here.
         """
         with self._lock:
-            digest = self.hashes().get(party)
-            if digest is None:
-                raise ReleaseRefused("unknown-party", f"{party!r} has no release here", "name a party of the spool")
-            replace_file(self._withdrawn / party, digest, durable=True)
+            replace_file(self._withdrawn / party, self._hash(party), durable=True)
 
     def hashes(self) -> dict[str, str]:
         """Return party → hash of its release, by party, whether withdrawn or not."""
@@ -89,6 +86,14 @@ class Spool:
     def withdrawn(self) -> frozenset[str]:
         """Return the parties whose releases are in no later merge."""
         return frozenset(_entries(self._withdrawn))
+
+    def release(self, party: str) -> dict[str, bytes]:
+        """Return the bytes of a party's accepted release, whether withdrawn or not.
+
+        Raises:
+            ReleaseRefused: unknown-party; corrupted, when the bytes are no longer those that were accepted.
+        """
+        return self._files(party, self._hash(party))
 
     def releases(self) -> dict[str, dict[str, bytes]]:
         """Return party → the bytes of its release, by party, of all that are to be merged.
@@ -104,6 +109,13 @@ class Spool:
         for party, digest in chosen.items():
             self._files(party, digest)
         return {party: self._releases / digest for party, digest in chosen.items()}
+
+    def _hash(self, party: str) -> str:
+        hashes = self.hashes()
+        if party not in hashes:
+            known = ", ".join(hashes) or "no release"
+            raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {known}")
+        return hashes[party]
 
     def _to_merge(self) -> dict[str, str]:
         withdrawn = self.withdrawn()

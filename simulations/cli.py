@@ -21,7 +21,7 @@ from rich.table import Table
 from dpmerge.common.config import load_federation
 from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
-from dpmerge.simulations import ledger_app, merge_app, plan_app, verify_app
+from dpmerge.simulations import ledger_app, merge_app, plan_app, spool_app, verify_app
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.terminal import (
@@ -51,6 +51,7 @@ app.add_typer(assets_app, name="assets")
 app.add_typer(audit_app, name="audit")
 app.add_typer(config_app, name="config")
 app.add_typer(ledger_app.app, name="ledger")
+app.add_typer(spool_app.app, name="spool")
 app.command("merge", epilog=merge_app.EXAMPLE)(merge_app.merge)
 app.command("plan", epilog=plan_app.EXAMPLE)(plan_app.plan)
 app.command("verify", epilog=verify_app.EXAMPLE)(verify_app.verify)

@@ -14,6 +14,14 @@ from dpmerge.common.statement import build_statement
 
 FEDERATION = "reviews-2026-5f0c"
 HEAD = "ab" * 32
+ADAPTER_CONFIG = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "minilm-l6",
+    "r": 2,
+    "lora_alpha": 4,
+    "bias": "none",
+    "target_modules": ["query"],
+}
 KEY, SERVER_KEY, STRANGER = (SigningKey(bytes([number]) * 32) for number in (1, 2, 3))
 KEYS = KeyList({"shop": (KEY.public,), "cinema": (STRANGER.public,), "server": (SERVER_KEY.public,)})
 
@@ -51,7 +59,7 @@ def release(told=None):
             "base_model.model.query.lora_A.weight": torch.full((2, 4), 0.5),
             "base_model.model.query.lora_B.weight": torch.arange(16.0).reshape(8, 2),
         },
-        adapter_config={"base_model_name_or_path": "minilm-l6", "r": 2, "lora_alpha": 4, "target_modules": ["query"]},
+        adapter_config=dict(ADAPTER_CONFIG),
         heads={party: Head("label-text", ("good", "bad"), torch.ones(2, 4))},
         statement=told,
     )

@@ -34,6 +34,8 @@ COMMANDS = [
     ["ledger", "show"],
     ["ledger", "verify"],
     ["ledger", "compose"],
+    ["spool", "show"],
+    ["spool", "withdraw"],
 ]
 FINE = PartyResult(party="shop", task="movie", epsilon=1.0, accuracy=Accuracies(base=0.5, own=0.7, merged=0.6))
 FAILED = PartyResult(party="cinema", task="movie", status="failed", reason="DPM-599: not told")
@@ -83,7 +85,8 @@ def test_every_command_has_help_with_an_example(dpmerge, command):
 
 
 def test_every_command_is_listed_above():
-    groups = {"assets": cli.assets_app, "config": cli.config_app, "audit": cli.audit_app, "ledger": cli.ledger_app.app}
+    groups = {"assets": cli.assets_app, "config": cli.config_app, "audit": cli.audit_app}
+    groups |= {"ledger": cli.ledger_app.app, "spool": cli.spool_app.app}
     names = [[command.name or command.callback.__name__] for command in cli.app.registered_commands]
     names += [[group, command.name] for group, app in groups.items() for command in app.registered_commands]
     assert sorted(names) == sorted(COMMANDS)
