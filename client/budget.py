@@ -11,7 +11,7 @@ from typing import Any
 
 from dpmerge.common.accounting import epsilon_together
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import FIELD_NAMES, Mechanism, PrivacyUnit
+from dpmerge.common.mechanism import Mechanism, PrivacyUnit, mechanism_of
 
 Entry = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ def charged_mechanism(charge: Mapping[str, Any]) -> Mechanism:
         DpmergeError: DPM-504 if the charge does not hold its numbers.
     """
     try:
-        return Mechanism(**{name: charge[name] for name in FIELD_NAMES})
+        return mechanism_of(charge)
     except (KeyError, DpmergeError) as error:
         fix = "compose it by hand from what the release states, and start a ledger anew only with that total as a cap"
         raise DpmergeError("DPM-504", f"a charge in the ledger cannot be accounted: {error}", fix) from error

@@ -46,6 +46,7 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
         "scalars": scalars,
         "sampler": state.sampler.hex(),
         "noise": state.noise.hex(),
+        "l2_clip_norm": state.l2_clip_norm,
         "basis_sha256": None if state.subspace is None else state.subspace.basis_sha256,
     }
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)})
@@ -92,6 +93,7 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
         sampler=bytes.fromhex(text["sampler"]),
         noise=bytes.fromhex(text["noise"]),
         subspace=subspace,
+        l2_clip_norm=text.get("l2_clip_norm"),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpmerge.client.ledger import Line
+from dpmerge.common.statement import is_charge_of
 from dpmerge.common.verify import Check
 
 
@@ -37,7 +38,7 @@ def check_against_release(
     charged = {
         line.entry["reservation"]
         for line in lines[:number]
-        if line.entry["kind"] == "reserve" and line.entry["charge"] == statement
+        if line.entry["kind"] == "reserve" and is_charge_of(line.entry["charge"], statement)
     }
     if not charged:
         detail = "no reservation up to that line charges what the statement says"

@@ -45,7 +45,7 @@ from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head, Release, release_hash
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
 from dpmerge.common.split_encoder import pad, padded_length, tokenize
-from dpmerge.common.statement import build_statement
+from dpmerge.common.statement import build_statement, with_clip_norm
 from dpmerge.common.tasks import load_task
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -171,7 +171,7 @@ def _train(
             if step > 0:
                 on_progress("training", step, mechanism.num_steps)
 
-        train(
+        ran = train(
             model.classifier,
             data,
             gradients,
@@ -194,7 +194,7 @@ def _train(
         },
         adapter_config=config,
         heads={plan.party: _trained_head(model.head, model.classifier)},
-        statement=statement,
+        statement=with_clip_norm(statement, ran),
     )
 
 

@@ -15,7 +15,8 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float
     Args:
         plan: Declares population, expected batch, steps, clip norm, form of sharpness and noise mode.
         num_coordinates: P or k, the noised values per query; secure noise charges its sampler's error for each.
-        l2_clip_norm: C where it is not the plan's: a clip norm from public gradients.
+        l2_clip_norm: C where it is not the plan's: a clip norm from public gradients. A clip query starts with the
+            plan's.
     """
     privacy, training = plan.privacy, plan.training
     if privacy.population is None:
@@ -42,5 +43,7 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float
         )
     if privacy.epsilon is None:
         raise ValueError("Expected privacy.epsilon to be set in a resolved private plan.")
+    asks = training.subspace is not None and training.subspace.clip == "quantile"
     clip_norm = privacy.l2_clip_norm if l2_clip_norm is None else l2_clip_norm
-    return calibrate(target_epsilon=privacy.epsilon, l2_clip_norm=clip_norm, noise=privacy.noise, **public)
+    public |= {"l2_clip_norm": clip_norm, "noise": privacy.noise, "num_clip_queries": int(asks)}
+    return calibrate(target_epsilon=privacy.epsilon, **public)

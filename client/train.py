@@ -1,13 +1,13 @@
 """The private training loop: one party, one mechanism, T logical steps.
 
-Read `train` and you have read it all. Private records touch it in one place, `_private_gradient`, and leave it
-through the `Privatiser`; everything after that line is post-processing.
+Read `train` and you have read it all. Private records touch it in one place, `_private_rows`, and leave it through the
+`Privatiser`; everything after that line is post-processing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpmerge.client.clip_query import with_private_clip_norm
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import NoiseSource
 from dpmerge.client.privatiser import Privatiser
@@ -79,6 +80,7 @@ class TrainingState:
         sampler: The sampler's cipher state.
         noise: The noise's ratcheted state; earlier noise cannot be recomputed from it.
         subspace: Where a training in a subspace is; None in the full space.
+        l2_clip_norm: C of the steps to come; before the first step, of the clip query if there is one.
     """
 
     step: int
@@ -88,6 +90,7 @@ class TrainingState:
     sampler: bytes
     noise: bytes
     subspace: SubspaceState | None = None
+    l2_clip_norm: float | None = None
 
 
 def train(
@@ -103,8 +106,10 @@ def train(
     coordinates: Coordinates | None = None,
     resume_from: TrainingState | None = None,
     after_step: Callable[[int, Callable[[], TrainingState]], None] = lambda _step, _state: None,
-) -> None:
-    """Run the mechanism's T steps; θ (`gradients.theta`) holds the final iterate afterwards.
+) -> Mechanism:
+    """Run the mechanism's clip query, if it has one, and its T steps, and return it with the clip norm of the steps.
+
+    θ (`gradients.theta`) holds the final iterate afterwards.
 
     Args:
         model: What is trained; its trainable parameters are views of θ.
@@ -125,8 +130,8 @@ def train(
 
     Guarantees:
         One record (or user) added or removed changes the distribution of (θ_1 … θ_T) by at most what `mechanism` is
-        accounted for: each step is `mechanism`'s query, and the rest is a function of its answers and of public
-        constants. The final iterate is the result; nothing is selected by a loss.
+        accounted for: each step, and the clip query, is `mechanism`'s query, and the rest is a function of its answers
+        and of public constants. The final iterate is the result; nothing is selected by a loss.
     """
     if (mechanism.privacy_unit == "user") != (data.users is not None):
         raise ValueError(f"Expected data whose unit is privacy_unit={mechanism.privacy_unit!r}, as accounted.")
@@ -134,6 +139,8 @@ def train(
     space = FullSpace(gradients) if coordinates is None else coordinates
     if resume_from is not None:
         space.restore(resume_from.step, resume_from.theta, resume_from.subspace)
+        if resume_from.step and mechanism.num_clip_queries:
+            mechanism = replace(mechanism, l2_clip_norm=resume_from.l2_clip_norm)
 
     def new_optimizer() -> torch.optim.Optimizer:
         made = make_optimizer(settings.optimizer, space.vector, settings.learning_rate, noise_std=mechanism.noise_std)
@@ -146,16 +153,19 @@ def train(
         optimizer.load_state_dict(resume_from.optimizer)
         memory.direction = resume_from.direction
 
-    num_coordinates = space.vector.numel()
-    descent = Privatiser(mechanism, num_coordinates, noise, query="descent")
-    ascent = Privatiser(mechanism, num_coordinates, noise, query="ascent") if mechanism.sharpness == "sam" else None
-
     def capture(steps_done: int) -> TrainingState:
         state = (optimizer.state_dict(), memory.direction, sampler.state(), noise.state(), space.state())
-        return TrainingState(steps_done, theta.clone(), *state)
+        return TrainingState(steps_done, theta.clone(), *state, mechanism.l2_clip_norm)
 
     if resume_from is None:
         after_step(0, partial(capture, 0))  # before any noise is drawn: an open reservation always has a state
+    if first_step == 0 and mechanism.num_clip_queries:
+        rows = _private_rows(sampler.sample(), model, data, space)
+        mechanism = with_private_clip_norm(mechanism, noise, rows)
+        optimizer = new_optimizer()  # dp-adam knows its noise, which is relative to C
+    num_coordinates = space.vector.numel()
+    descent = Privatiser(mechanism, num_coordinates, noise, query="descent")
+    ascent = Privatiser(mechanism, num_coordinates, noise, query="ascent") if mechanism.sharpness == "sam" else None
 
     for step in range(first_step, mechanism.num_steps):
         if space.refresh(step, mechanism.noise_std):  # other coordinates: moments and directions of ascent start anew
@@ -178,15 +188,24 @@ def train(
             _check_movement(start, theta)
             space.check_storage(optimizer.param_groups[0]["params"])
         after_step(step + 1, partial(capture, step + 1))
+    return mechanism
 
 
 def _private_gradient(
     privatiser: Privatiser, sample: Tensor, model: Classifier, data: PrivateData, space: Coordinates
 ) -> Tensor:
-    """Return the mechanism's answer about one Poisson sample of units (positions, int64 [m], m may be 0).
+    """Return the mechanism's answer about one Poisson sample of units.
 
     In the full space it is the privatised mean gradient [P], in a subspace that of D⁻¹Qg [k].
     """
+    for rows in _private_rows(sample, model, data, space):
+        privatiser.accumulate(rows)
+        del rows  # before the next batch's are computed
+    return privatiser.finish()
+
+
+def _private_rows(sample: Tensor, model: Classifier, data: PrivateData, space: Coordinates) -> Iterable[Tensor]:
+    """Return the rows to clip of some units (positions, int64 [m], m may be 0), in batches: for a privatiser only."""
 
     def rows_of(batch: Batch) -> Tensor:
         labels = data.labels[batch.records]
@@ -201,10 +220,7 @@ def _private_gradient(
     gradients: Iterator[Tensor] = map(itemgetter(1), record_rows(sample))
     if data.users is not None:
         gradients = data.users.rows(sample, space.capacity, record_rows)
-    for rows in space.rows(gradients):
-        privatiser.accumulate(rows)
-        del rows  # before the next batch's are computed
-    return privatiser.finish()
+    return space.rows(gradients)
 
 
 def _check_movement(before: Tensor, after: Tensor) -> None:

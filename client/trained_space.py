@@ -31,7 +31,7 @@ class TrainedSpace:
 
     Attributes:
         coordinates: For the training loop.
-        l2_clip_norm: C in these coordinates.
+        l2_clip_norm: C in these coordinates, or where a clip query starts.
         description: The statement's `subspace`; None in the full space.
     """
 
@@ -64,11 +64,12 @@ def trained_space(
     else:
         raise ValueError("Expected the public texts that k = 'auto' is chosen by.")
     space = Subspace(gradients, settings, make_basis)
-    clip_norm = plan.privacy.l2_clip_norm if settings.clip == "fixed" else space.clip_norm(CLIP_QUANTILE)
+    clip_norm = space.clip_norm(CLIP_QUANTILE) if settings.clip == "public" else plan.privacy.l2_clip_norm
     description = describe_subspace(
         settings,
         corpus,
         k=space.vector.numel(),
+        l2_clip_norm=clip_norm,
         seed=plan.seed,
         basis_sha256=space.basis.sha256,
         scales=(float(space.scales.min()), float(space.scales.max())),

@@ -178,6 +178,7 @@ def calibrate(
     ascent_share: float = 0.5,
     num_coordinates: int = 0,
     privacy_unit: PrivacyUnit = "record",
+    num_clip_queries: int = 0,
 ) -> Mechanism:
     """Return the mechanism with the least noise that keeps ε at or under the target.
 
@@ -194,6 +195,7 @@ def calibrate(
         ascent_share: Share of the precision σ⁻² that the ascent query gets, in (0, 1) ("sam" only).
         num_coordinates: P, length of the trainable vector.
         privacy_unit: "record" or "user".
+        num_clip_queries: 1 to spend as much as a step on a clip norm first.
 
     Raises:
         DpmergeError: DPM-501 if no noise reaches the target; DPM-103 if a value is out of range.
@@ -216,6 +218,7 @@ def calibrate(
         ascent_sampling=ascent_sampling,
         noise=noise,
         privacy_unit=privacy_unit,
+        num_clip_queries=num_clip_queries,
     )
     return _calibrated(unit_noise, float(target_epsilon))
 

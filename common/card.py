@@ -88,6 +88,7 @@ def _facts(statement: Mapping[str, Any]) -> list[tuple[str, str]]:
         "sum divided by": "normalisation",
         "steps T": "num_steps",
         "clip norm C": "l2_clip_norm",
+        "queries for the clip norm": "num_clip_queries",
         "noise multiplier σ": "noise_multiplier",
         "ascent noise multiplier": "ascent_noise_multiplier",
         "noised coordinates": "num_coordinates",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, get_args
 from dpmerge.common.config_rules import Refused, Rule, check_fields, choice, whole, words
 
 Allocation = Literal["uniform", "public", "history"]
-Clip = Literal["fixed", "public"]
+Clip = Literal["fixed", "public", "quantile"]
 
 RANDOM = "none"
 """In place of a public source: directions from the shared public seed."""
@@ -62,7 +62,9 @@ class SubspaceSettings:
     clip: Clip = field(
         default="fixed",
         metadata=_meta(
-            choice(*get_args(Clip)), "privacy.l2_clip_norm, or the median norm of projected public gradients."
+            choice(*get_args(Clip)),
+            "privacy.l2_clip_norm, or the median norm of projected gradients: of public ones, or of private ones, by a "
+            "noisy query more.",
         ),
     )
 

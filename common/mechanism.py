@@ -10,6 +10,7 @@ All of these numbers are public.
 (0.0457, ((1.0, 40),))
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, get_args
 
@@ -29,7 +30,9 @@ MIN_SECURE_NOISE_MULTIPLIER = 1 / 16
 SAMPLER_TV_PER_VALUE = 2.0**-68
 """Bound on one secure noise value's total-variation distance from a rounded Gaussian (derived in docs/noise.md)."""
 
-_CLIP_NORM_RANGE = (1e-12, 1e12)  # far inside fp32, so that neither C, C/σ nor the grid step can over- or underflow
+CLIP_NORM_RANGE = (1e-12, 1e12)
+"""Far inside fp32, so that neither C, C/σ nor the grid step can over- or underflow."""
+
 _NOISE_RANGE = (1e-9, 1e9)
 _LARGEST_COUNT = 10**12
 _CHOICES = {
@@ -42,7 +45,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """T steps of the Poisson-subsampled Gaussian mechanism, with or without a privatised ascent query.
+    """T steps of the Poisson-subsampled Gaussian mechanism, with or without a privatised ascent query or clip query.
 
     Guarantees:
         Unit: one record, or one user (`privacy_unit`). Neighbours: add or remove one unit. L2 sensitivity of each
@@ -64,6 +67,8 @@ class Mechanism:
         noise: "secure", or "fast" for experiments.
         privacy_unit: What is added or removed.
         private: False trains without noise: ε is infinite, and everything that is written says so.
+        num_clip_queries: 1 if a histogram of norms is asked for before the first step, of a Poisson sample of its own,
+            with the descent query's σ and q, and the clip norm of the steps is what it names; 0 if not.
 
     Raises:
         DpmergeError: DPM-103 if a value is out of range, DPM-502 if σ = 0 is not declared as `private = false`.
@@ -87,12 +92,15 @@ class Mechanism:
     noise: NoiseMode = "secure"
     privacy_unit: PrivacyUnit = "record"
     private: bool = True
+    num_clip_queries: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("population", 1), ("expected_batch_size", 1), ("num_steps", 1), ("num_coordinates", 0)):
             value = getattr(self, name)
             _check(_is_int(value) and least <= value <= _LARGEST_COUNT, name, value, f"an integer of at least {least}")
         _check(isinstance(self.private, bool), "private", self.private, "true or false")
+        asked = self.num_clip_queries
+        _check(_is_int(asked) and asked in (0, int(self.private)), "num_clip_queries", asked, "0, or 1 with privacy")
         _check(
             _is_real(self.target_delta) and 0 < self.target_delta < 1,
             "target_delta",
@@ -110,7 +118,7 @@ class Mechanism:
         self._check_noise()
 
     def _check_clip_norm(self) -> None:
-        low, high = _CLIP_NORM_RANGE
+        low, high = CLIP_NORM_RANGE
         clip = self.l2_clip_norm
         if clip is None:
             _check(
@@ -175,22 +183,58 @@ class Mechanism:
         ((2.4, 5),)
         >>> Mechanism(**sam, ascent_sampling="separate").queries
         ((4.0, 5), (3.0, 5))
+
+        A clip query has a sample of its own, and is one more of the descent query's σ.
+
+        >>> Mechanism(**sam, num_clip_queries=1).queries
+        ((2.4, 5), (4.0, 1))
         """
         descent, ascent, steps = self.noise_multiplier, self.ascent_noise_multiplier, self.num_steps
-        if ascent is None or not self.private:
-            return ((descent, steps),)
-        if self.ascent_sampling == "paired":
-            return (((ascent**-2 + descent**-2) ** -0.5, steps),)
-        return ((descent, 2 * steps),) if descent == ascent else ((descent, steps), (ascent, steps))
+        counts = {descent: steps}
+        if ascent is not None and self.private and self.ascent_sampling == "paired":
+            counts = {(ascent**-2 + descent**-2) ** -0.5: steps}
+        elif ascent is not None and self.private:
+            counts[ascent] = counts.get(ascent, 0) + steps
+        if self.num_clip_queries:
+            counts[descent] = counts.get(descent, 0) + self.num_clip_queries
+        return tuple(counts.items())
 
     @property
     def num_noise_values(self) -> int:
-        """How many noise values a training draws: T·P, twice for "sam"; each secure one's error is charged to δ."""
-        return self.num_steps * self.num_coordinates * (2 if self.sharpness == "sam" else 1)
+        """How many noise values a training draws at most: P a query; each secure one's error is charged to δ."""
+        num_queries = self.num_steps * (2 if self.sharpness == "sam" else 1) + self.num_clip_queries
+        return num_queries * self.num_coordinates
 
 
-FIELD_NAMES = tuple(field.name for field in fields(Mechanism))
-"""Names of the mechanism's own values, in order; a statement carries exactly these."""
+OPTIONAL_FIELDS = frozenset({"num_clip_queries"})
+"""Left out of statements and ledgers where they have their default, so that older ones can be read."""
+
+FIELD_NAMES = tuple(field.name for field in fields(Mechanism) if field.name not in OPTIONAL_FIELDS)
+"""Names of the mechanism's other values, in order; a statement carries exactly these."""
+
+
+def stated_values(mechanism: Mechanism) -> dict[str, Any]:
+    """Return what a statement says of the mechanism.
+
+    >>> mechanism = Mechanism(noise_multiplier=1.0, l2_clip_norm=1.0, population=9, expected_batch_size=3, num_steps=2,
+    ...                       target_delta=1e-5, noise="fast", num_clip_queries=1)
+    >>> mechanism_of(stated_values(mechanism)) == mechanism
+    True
+    """
+    defaults = {field.name: field.default for field in fields(Mechanism)}
+    values = {name: getattr(mechanism, name) for name in (*FIELD_NAMES, *sorted(OPTIONAL_FIELDS))}
+    return {key: value for key, value in values.items() if key not in OPTIONAL_FIELDS or value != defaults[key]}
+
+
+def mechanism_of(values: Mapping[str, Any]) -> Mechanism:
+    """Return the mechanism that a statement or a ledger's charge says; other keys are not looked at.
+
+    Raises:
+        KeyError: If a value is missing.
+        DpmergeError: DPM-103 if one is out of range.
+    """
+    names = (*FIELD_NAMES, *(OPTIONAL_FIELDS & values.keys()))
+    return Mechanism(**{name: values[name] for name in names})
 
 
 def _is_int(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from dpmerge.common.accounting import Accounting, epsilon_pld
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import FIELD_NAMES, Mechanism
+from dpmerge.common.mechanism import FIELD_NAMES, OPTIONAL_FIELDS, Mechanism, mechanism_of, stated_values
 from dpmerge.common.subspace import subspace_problem, subspace_words
 
 SCHEMA = 1
@@ -43,7 +43,7 @@ _OTHERS = ("labels", "accountant", "trust_model", "not_protected", "sampler_delt
 _ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
 _WITNESSES = frozenset(("epsilon_prv", "epsilon_rdp", "epsilon_optimistic"))
 _KEYS = frozenset((*FIELD_NAMES, *_TEXTS, *_DERIVED, *_OTHERS))
-_OPTIONAL = frozenset(("subspace",))  # absent where all coordinates were trained
+_OPTIONAL = frozenset(("subspace", *OPTIONAL_FIELDS))  # absent where there is nothing to say
 
 
 def build_statement(
@@ -84,7 +84,7 @@ def build_statement(
         "labels": list(labels),
         "base_sha256": base_sha256,
         "epsilon": accounting.epsilon if is_private else None,  # JSON has no infinity
-        **{name: getattr(mechanism, name) for name in FIELD_NAMES},
+        **stated_values(mechanism),
         "sampling_prob": mechanism.sampling_prob,
         "neighboring_relation": mechanism.neighboring_relation,
         "normalisation": NORMALISATION,
@@ -107,6 +107,18 @@ def build_statement(
     return statement
 
 
+def with_clip_norm(statement: Mapping[str, Any], mechanism: Mechanism) -> dict[str, Any]:
+    """Return the statement of a finished training: the clip norm may have been asked for after the charge was made."""
+    return {**statement, "l2_clip_norm": mechanism.l2_clip_norm}
+
+
+def is_charge_of(charge: Mapping[str, Any], statement: Mapping[str, Any]) -> bool:
+    """Tell whether a ledger's charge is what a release states: all of it, but a clip norm that a query named later."""
+    if statement.get("num_clip_queries") and "l2_clip_norm" in statement:
+        charge = {**charge, "l2_clip_norm": statement["l2_clip_norm"]}
+    return charge == statement
+
+
 def mechanism_from_statement(statement: Mapping[str, Any]) -> Mechanism:
     """Rebuild the mechanism that a statement claims.
 
@@ -117,7 +129,7 @@ def mechanism_from_statement(statement: Mapping[str, Any]) -> Mechanism:
     _refuse_unless(not missing, f"the statement lacks {', '.join(missing)}")
     _refuse_unless(not unknown, f"the statement has unknown keys: {', '.join(map(repr, unknown))}")
     try:
-        return Mechanism(**{name: statement[name] for name in FIELD_NAMES})
+        return mechanism_of(statement)
     except DpmergeError as error:
         raise _refusal(f"the statement's {error.problem}") from error
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
-from dpmerge.common.config_subspace import AUTO, RANDOM, SubspaceSettings
+from dpmerge.common.clip_grid import ClipGrid
+from dpmerge.common.config_subspace import AUTO, RANDOM, Clip, SubspaceSettings
+from dpmerge.common.mechanism import CLIP_NORM_RANGE
 from dpmerge.common.public_corpus import PublicCorpus, public_name
 from dpmerge.common.sizing import candidates
 
 CLIP_QUANTILE = 0.5
-"""With clip = "public" the clip norm is this quantile of the projected public gradients' norms."""
+"""With clip = "public" the clip norm is this quantile of the projected public gradients' norms, with "quantile" of a
+noisy histogram of the private ones'."""
 
 BY_RULE = "rule"
 """The `k_origin` of a k that the sizing rule chose."""
@@ -24,6 +27,7 @@ def describe_subspace(
     corpus: PublicCorpus | None,
     *,
     k: int,
+    l2_clip_norm: float,
     seed: int,
     basis_sha256: str,
     scales: tuple[float, float],
@@ -34,6 +38,7 @@ def describe_subspace(
         settings: What was asked for.
         corpus: The public texts; None for random directions.
         k: Directions that are trained, as asked for or as the rule chose.
+        l2_clip_norm: The training's, or the middle of the grid that a clip query looks at.
         seed: Of pseudo-labels and random directions.
         basis_sha256: Hash of the first basis.
         scales: Least and largest entry of the first D, by which noise is spread over directions.
@@ -50,7 +55,8 @@ def describe_subspace(
         "allocation": settings.allocation,
         "scales": list(scales),
         "clip": settings.clip,
-        "clip_quantile": CLIP_QUANTILE if settings.clip == "public" else None,
+        "clip_quantile": None if settings.clip == "fixed" else CLIP_QUANTILE,
+        **(_stated_grid(ClipGrid.around(l2_clip_norm, k)) if settings.clip == "quantile" else {}),
     }
 
 
@@ -62,6 +68,8 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
     """
     settings = _stated_settings(statement)
     if "subspace" not in statement:
+        if statement.get("num_clip_queries"):
+            return "num_clip_queries is stated although all coordinates were trained"
         return None if settings is None else "subspace is missing although the training settings name one"
     told = statement["subspace"]
     if not isinstance(told, Mapping) or told.keys() - _OPTIONAL_KINDS.keys() != _KINDS.keys():
@@ -78,7 +86,7 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
         return "subspace.public, texts_sha256 and num_public do not fit each other"
     if settings is None:
         return "subspace is stated although the training settings name none"
-    problem = _origin_problem(told, settings)
+    problem = _origin_problem(told, settings) or _clip_problem(told, statement)
     return problem or _difference(told, settings, statement["training"].get("seed"))
 
 
@@ -87,9 +95,10 @@ def subspace_words(statement: Mapping[str, Any]) -> str:
     told = statement.get("subspace")
     if told is None:
         return ""
+    queries = ", one query more for the clip norm" if statement.get("num_clip_queries") else ""
     if told["public"] is None:
-        return f", {told['k']} random directions"
-    return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]})"
+        return f", {told['k']} random directions{queries}"
+    return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]}){queries}"
 
 
 def _origin_problem(told: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
@@ -102,12 +111,29 @@ def _origin_problem(told: Mapping[str, Any], settings: Mapping[str, Any]) -> str
     return None if told["k"] in choices else f"subspace.k = {told['k']} is none of the rule's choices {choices}"
 
 
+def _clip_problem(told: Mapping[str, Any], statement: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a clip norm from private gradients: it costs one query, and is an edge of its grid."""
+    by_query = told["clip"] == "quantile"
+    if by_query != ("clip_middle" in told) or by_query != ("clip_bins" in told):
+        return "subspace.clip_middle and clip_bins belong to clip = 'quantile'"
+    if bool(statement.get("num_clip_queries")) != (by_query and statement["private"]):
+        return f"num_clip_queries = {statement.get('num_clip_queries')!r} does not fit subspace.clip = {told['clip']!r}"
+    if not by_query:
+        return None
+    grid = ClipGrid.around(told["clip_middle"], told["k"])
+    if told["clip_bins"] != grid.num_bins:
+        return f"subspace.clip_bins = {told['clip_bins']} should be {grid.num_bins}"
+    if statement["private"] and statement["l2_clip_norm"] not in grid.edges:
+        return f"l2_clip_norm = {statement['l2_clip_norm']!r} is no edge of the grid that subspace states"
+    return None
+
+
 def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: object) -> str | None:
     """Return which key of a `subspace` the training settings do not lead to; what they leave out allows anything."""
     same = {key: settings.get(key) for key in ("refresh_every_steps", "allocation", "clip")}
     same["k"] = told["k"] if settings.get("k") == AUTO else settings.get("k")
     same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
-    same["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") == "public" else None
+    same["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") in ("public", "quantile") else None
     same["seed"] = told["seed"] if seed is None else seed
     differing = [key for key, value in same.items() if told[key] != value]
     if told["allocation"] != "public" and told["scales"] != [1.0, 1.0]:  # a history is of the steps to come
@@ -115,6 +141,10 @@ def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: obje
     if told["num_public"] > settings.get("num_public", told["num_public"]):
         differing.append("num_public")
     return f"subspace.{differing[0]} differs from the training settings" if differing else None
+
+
+def _stated_grid(grid: ClipGrid) -> dict[str, Any]:
+    return {"clip_middle": grid.middle, "clip_bins": grid.num_bins}
 
 
 def _stated_settings(statement: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -152,9 +182,13 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "refresh_every_steps": _is_count,
     "allocation": lambda value: value in ("uniform", "public", "history"),
     "scales": _are_scales,
-    "clip": lambda value: value in ("fixed", "public"),
+    "clip": lambda value: value in get_args(Clip),
     "clip_quantile": lambda value: value is None or value == CLIP_QUANTILE,
 }
 
-_OPTIONAL_KINDS: Mapping[str, Callable[[Any], bool]] = {"k_origin": lambda value: value == BY_RULE}
-"""Absent where k was stated."""
+_OPTIONAL_KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "k_origin": lambda value: value == BY_RULE,
+    "clip_middle": lambda value: type(value) is float and CLIP_NORM_RANGE[0] <= value <= CLIP_NORM_RANGE[1],
+    "clip_bins": _is_count,
+}
+"""Absent where k was stated, and where no query asked for the clip norm."""

@@ -169,7 +169,8 @@ def _consistency(statement: Mapping[str, Any]) -> Check:
         mechanism = check_statement(statement)
     except DpmergeError as refusal:
         return Check("statement", "FAIL", refusal.problem)
-    told = f"q = {mechanism.expected_batch_size} / {mechanism.population}, T = {mechanism.num_steps}"
+    asked = " + 1 for the clip norm" if mechanism.num_clip_queries else ""
+    told = f"q = {mechanism.expected_batch_size} / {mechanism.population}, T = {mechanism.num_steps}{asked}"
     return Check("statement", "PASS", f"complete and consistent: {told}, σ = {mechanism.noise_multiplier:.6g}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dpmerge.common.clip_grid import MAX_BINS, ClipGrid
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.model import Base, adapter_config, lora_shapes, shared_a
 from dpmerge.common.release import adapter_key
@@ -62,6 +63,9 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         terms["num_coordinates"] = chosen
     if privacy.private:
         terms["noise"] = privacy.noise
-        if subspace is None or subspace.clip == "fixed":  # else it is of public gradients, which the server did not see
+        if subspace is None or subspace.clip == "fixed":
             terms["l2_clip_norm"] = privacy.l2_clip_norm
+        elif subspace.clip == "quantile":  # else it is of public gradients, which the server did not see
+            terms["num_clip_queries"] = 1
+            terms["l2_clip_norm"] = ClipGrid(privacy.l2_clip_norm, MAX_BINS).edges
     return terms

@@ -219,7 +219,8 @@ def _cost(
         num_parameters=gradients.theta.numel(),
         upload_bytes=num_uploaded * _FLOAT_BYTES,
         memory_bytes=_peak_bytes() + encoded_bytes,
-        seconds=mechanism.population * encode_seconds + mechanism.num_steps * step_seconds,
+        seconds=mechanism.population * encode_seconds
+        + (mechanism.num_steps + mechanism.num_clip_queries) * step_seconds,
         seconds_per_step=step_seconds,
     )
 

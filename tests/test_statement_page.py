@@ -12,4 +12,4 @@ def test_the_page_lists_exactly_the_keys_of_a_statement():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     named = [key for row in rows for key in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert len(named) == len(set(named))
-    assert set(named) == set(statement()) | {"subspace"}
+    assert set(named) == set(statement()) | {"subspace", "num_clip_queries"}

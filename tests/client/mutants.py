@@ -1,4 +1,4 @@
-"""Eleven defects that published and home-made DP code has had, planted into the real parts.
+"""Twelve defects that published and home-made DP code has had, planted into the real parts.
 
 Each is the smallest change that makes the mistake. Those of the parts are `Parts`; those of the training loop are
 contexts in which it is broken.
@@ -169,6 +169,20 @@ def basis_from_private_gradients():
         yield
 
 
+@contextmanager
+def clip_norm_from_raw_norms():
+    """Asks for the clip norm, and then takes the mean length of the gradients that were sampled."""
+    asked = train.with_private_clip_norm
+
+    def raw(mechanism, noise, rows):
+        seen = list(rows)
+        asked(mechanism, noise, seen)
+        return replace(mechanism, l2_clip_norm=float(torch.cat(seen).norm(dim=1).mean()))
+
+    with mock.patch.object(train, "with_private_clip_norm", raw):
+        yield
+
+
 PART_MUTANTS = {
     "noise x0.5": lambda: seeded(privatiser=HalfNoise),
     "clipping off": lambda: seeded(privatiser=ClippingOff),
@@ -187,4 +201,5 @@ TRAINING_MUTANTS = {
     "ascent from the raw gradient": ascent_from_the_raw_gradient,
     "non-private teacher": non_private_teacher,
     "basis from private gradients": basis_from_private_gradients,
+    "clip norm from raw norms": clip_norm_from_raw_norms,
 }

@@ -12,7 +12,14 @@ def _state(optimizer_name: str, theta: torch.Tensor) -> TrainingState:
     theta.grad = torch.randn_like(theta)
     optimizer.step()
     return TrainingState(
-        3, theta.clone(), optimizer.state_dict(), torch.randn_like(theta), b"\x01sampler", b"\x02noise"
+        3,
+        theta.clone(),
+        optimizer.state_dict(),
+        torch.randn_like(theta),
+        b"\x01sampler",
+        b"\x02noise",
+        None,
+        0.3 * 2**0.5,
     )
 
 
@@ -35,6 +42,7 @@ def test_optimizer_goes_on_as_if_never_interrupted(tmp_path, name):
         stepper.step()
     assert torch.equal(theta, resumed)
     assert (loaded.step, loaded.sampler, loaded.noise) == (3, b"\x01sampler", b"\x02noise")
+    assert loaded.l2_clip_norm == state.l2_clip_norm
     assert torch.equal(loaded.direction, state.direction)
 
 

@@ -1,4 +1,4 @@
-"""Eleven planted defects, each caught by a generic check that does not know it; the real parts pass every check."""
+"""Twelve planted defects, each caught by a generic check that does not know it; the real parts pass every check."""
 
 import time
 from dataclasses import replace
@@ -25,6 +25,7 @@ CAUGHT_BY = {
     "ascent from the raw gradient": ("released_through_the_mechanism_only",),
     "non-private teacher": ("released_through_the_mechanism_only",),
     "basis from private gradients": ("released_through_the_mechanism_only",),
+    "clip norm from raw norms": ("released_through_the_mechanism_only",),
 }
 
 
@@ -33,7 +34,7 @@ def catch(mutant, check, folder):
     if mutant in PART_MUTANTS:
         suspect = partial(PART_CHECKS[check], PART_MUTANTS[mutant]())
     else:
-        form = "sat-subspace" if mutant.startswith("basis") else "sat"
+        form = {"basis": "sat-subspace", "clip norm": "sat-subspace-quantile"}.get(mutant.split(" from ")[0], "sat")
         with TRAINING_MUTANTS[mutant]():
             first = record(folder, form)
             second = replay(folder, form, "replaced", first)
@@ -78,5 +79,5 @@ def test_every_mutant_is_caught(tmp_path):
         (tmp_path / mutant).mkdir()
         catch(mutant, CAUGHT_BY[mutant][0], tmp_path / mutant)
     seconds = time.monotonic() - started
-    print(f"{len(names)} of 11 planted mutants caught in {seconds:.1f} s")
-    assert len(names) == 11
+    print(f"{len(names)} of 12 planted mutants caught in {seconds:.1f} s")
+    assert len(names) == 12

@@ -11,13 +11,15 @@ import torch
 from dpmerge.client import basis_cache
 from dpmerge.client import party as party_module
 from dpmerge.client import train as train_module
+from dpmerge.client.budget import charged_mechanism
 from dpmerge.client.ledger import Ledger
+from dpmerge.client.ledger_checks import check_against_release
 from dpmerge.client.party import run_party, training_records
 from dpmerge.common.config import SubspaceSettings, parse_federation, party_plan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
-from dpmerge.common.release import ADAPTER, STATEMENT, release_from_files
-from dpmerge.common.statement import check_statement, sentence
+from dpmerge.common.release import ADAPTER, STATEMENT, release_from_files, release_hash
+from dpmerge.common.statement import check_statement, mechanism_from_statement, sentence
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.expectation import expectation_of
 from dpmerge.server.intake import validate
@@ -394,11 +396,29 @@ def test_the_rules_k_is_trained_stated_and_accepted_and_no_other(plan, tmp_path,
         validate("shop", sent, expectation_of(load_base(plan.base.model), [replace(changed, training=stated)]))
 
 
+def test_a_clip_norm_by_query_is_charged_before_it_is_known_and_stated_once_it_is(plan, tmp_path):
+    subspace = SubspaceSettings(k=16, public="none", clip="quantile")
+    changed = replace(plan, training=replace(plan.training, subspace=subspace))
+    sent = release_of(changed, tmp_path / "a")
+    statement = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed])).statement
+    lines = Ledger(tmp_path / "a" / "ledger.jsonl").lines()
+    charge = lines[0].entry["charge"]
+    assert charged_mechanism(charge).queries == mechanism_from_statement(statement).queries
+    assert charged_mechanism(charge).queries[0][1] == 6
+    assert charge["l2_clip_norm"] == statement["subspace"]["clip_middle"] == plan.privacy.l2_clip_norm == 1.0
+    assert statement["l2_clip_norm"] < 0.5  # random directions hold little of a gradient's length
+    found = check_against_release(lines, None, statement, release_hash(sent))
+    assert [check.status for check in found[1:]] == ["PASS", "PASS"]
+    elsewhere = replace(changed, privacy=replace(plan.privacy, l2_clip_norm=1.1))
+    with pytest.raises(ReleaseRefused, match=r"l2_clip_norm = .*\[statement-terms\]"):
+        validate("shop", sent, expectation_of(load_base(plan.base.model), [elsewhere]))
+
+
 def test_a_killed_training_in_a_refreshed_subspace_goes_on_as_if_it_had_not_been(
     plan, tmp_path, monkeypatch, own_cache
 ):
     monkeypatch.setattr(party_module, "CHECKPOINT_EVERY_STEPS", 1)
-    changed = with_the_rules_k(plan, tmp_path, allocation="history", refresh_every_steps=2)
+    changed = with_the_rules_k(plan, tmp_path, allocation="history", refresh_every_steps=2, clip="quantile")
 
     def kill_at_four(stage, num_done, _total):
         if stage == "training" and num_done == 4:

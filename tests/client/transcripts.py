@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dpmerge.client import party, train, trained_space
+from dpmerge.client import clip_query, party, train, trained_space
 from dpmerge.client.party import run_party
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.common.config import load_federation, party_plan
@@ -43,11 +43,12 @@ name = "shop"
 data = "reviews.csv"
 labels = {{ "1" = "a bad product", "5" = "a great product" }}
 population = 2
-epsilon = 1.0
+epsilon = {epsilon}
 {party}
 """
 """B = 1 makes every physical batch one record, whose row then has the same bits in any company."""
 
+DEFAULTS = {"head": "linear", "epsilon": "1.0"}
 SUBSPACE = 'subspace = {{ k = 4, public = "public.txt", {} }}'
 FORMS = {
     "none": {"training": 'sharpness = "none"'},
@@ -63,6 +64,12 @@ FORMS = {
     },
     "sat-subspace": {
         "training": 'sharpness = "sat"\n' + SUBSPACE.format('allocation = "public", clip = "public"'),
+        "head": "label-text",
+    },
+    "sat-subspace-quantile": {
+        "training": 'sharpness = "sat"\n' + SUBSPACE.format('clip = "quantile"'),
+        "privacy": "l2_clip_norm = 1e-3",
+        "epsilon": "10.0",  # so that the histogram says something
         "head": "label-text",
     },
     "sam-subspace-refreshed": {
@@ -134,7 +141,7 @@ def _party(folder, form, records):
     folder.mkdir()
     (folder / "reviews.csv").write_text("\n".join(["label,author,text", *records]))
     (folder / "public.txt").write_text("\n".join(PUBLIC))
-    (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, {"head": "linear"} | FORMS[form])))
+    (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, DEFAULTS | FORMS[form])))
     plan = party_plan(load_federation(folder / "federation.toml"), "shop")
     return plan, copy.deepcopy(_base(plan.base.model)), folder / "party"
 
@@ -159,8 +166,11 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
             after_step(step, capture)
 
         watched_privatiser = partial(_Privatiser, seen=seen, theta=gradients.theta, given=given)
-        with mock.patch.object(train, "Privatiser", watched_privatiser):
-            train.train(
+        with (
+            mock.patch.object(train, "Privatiser", watched_privatiser),
+            mock.patch.object(clip_query, "Privatiser", watched_privatiser),
+        ):
+            return train.train(
                 *(model, data, gradients, lora, mechanism, settings, watched_sampler, noise),
                 after_step=note_state,
                 **options,

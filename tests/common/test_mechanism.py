@@ -6,7 +6,7 @@ import pytest
 
 from dpmerge.common import mechanism as module
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.mechanism import Mechanism, mechanism_of, stated_values
 
 BASE = {
     "noise_multiplier": 1.0,
@@ -52,6 +52,9 @@ def test_docstring_examples():
         ({"ascent_noise_multiplier": 1.0}, "ascent_noise_multiplier = 1.0"),
         ({"ascent_sampling": "separate"}, "ascent_sampling = 'separate'"),
         ({"privacy_unit": "row"}, "privacy_unit = 'row'"),
+        ({"num_clip_queries": 2}, "num_clip_queries = 2"),
+        ({"num_clip_queries": True}, "num_clip_queries = True"),
+        ({"num_clip_queries": 1, "private": False, "noise_multiplier": 0}, "num_clip_queries = 1"),
         ({"noise": "secure"}, "num_coordinates = 0"),
         ({"noise": "secure", "num_coordinates": 1, "noise_multiplier": 0.06}, "noise_multiplier = 0.06"),
     ],
@@ -82,6 +85,23 @@ def test_sam_is_one_query_when_paired_and_two_when_separate():
     assert paired.queries == ((pytest.approx(2.4), 40),)
     assert separate.queries == ((3.0, 40), (4.0, 40))
     assert make(**{**sam, "ascent_noise_multiplier": 3.0}, ascent_sampling="separate").queries == ((3.0, 80),)
+
+
+def test_a_clip_query_is_one_more_of_the_descents_noise():
+    assert make(num_clip_queries=1).queries == ((1.0, 41),)
+    sam = {"sharpness": "sam", "noise_multiplier": 3.0, "ascent_noise_multiplier": 4.0, "num_clip_queries": 1}
+    assert make(**sam).queries == ((pytest.approx(2.4), 40), (3.0, 1))
+    assert make(**sam, ascent_sampling="separate").queries == ((3.0, 41), (4.0, 40))
+    assert make(num_coordinates=7, num_clip_queries=1).num_noise_values == 287
+
+
+def test_it_comes_back_from_what_is_stated_and_from_what_was_stated_before_there_were_clip_queries():
+    plain, asks = make(), make(num_clip_queries=1)
+    assert stated_values(asks) == {**stated_values(plain), "num_clip_queries": 1}
+    assert mechanism_of(stated_values(plain)) == plain
+    assert mechanism_of(stated_values(asks)) == asks
+    with pytest.raises(KeyError):
+        mechanism_of({})
 
 
 def test_every_noise_value_is_counted():

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import pytest
 
-from dpmerge.common.accounting import cross_check
+from dpmerge.common.accounting import cross_check, epsilon_pld
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.statement import (
@@ -12,6 +12,7 @@ from dpmerge.common.statement import (
     READING,
     build_statement,
     check_statement,
+    is_charge_of,
     mechanism_from_statement,
     sentence,
 )
@@ -267,16 +268,74 @@ def test_a_k_that_the_rule_chose_is_said_to_be():
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        (by_rule(k_origin="left out"), "subspace.k_origin is missing"),
-        (by_rule(k_origin="private data"), "subspace.k_origin = 'private data' is not of its kind"),
-        (in_subspace(k_origin="rule"), "subspace.k_origin is stated although the training settings state k"),
-        (by_rule(num_public=100), "subspace.k = 64 is none of the rule's choices (8, 16, 32)"),
-        (by_rule() | {"num_coordinates": 128}, "subspace.k = 64 is not num_coordinates = 128"),
+        (lambda: by_rule(k_origin="left out"), "subspace.k_origin is missing"),
+        (lambda: by_rule(k_origin="private data"), "subspace.k_origin = 'private data' is not of its kind"),
+        (lambda: in_subspace(k_origin="rule"), "subspace.k_origin is stated although the training settings state k"),
+        (lambda: by_rule(num_public=100), "subspace.k = 64 is none of the rule's choices (8, 16, 32)"),
+        (lambda: by_rule() | {"num_coordinates": 128}, "subspace.k = 64 is not num_coordinates = 128"),
     ],
 )
 def test_the_rule_chooses_from_what_the_public_texts_allow(statement, problem):
     with pytest.raises(DpmergeError, match=f"DPM-401: {re.escape(problem)}"):
-        check_statement(statement)
+        check_statement(statement())
+
+
+def asked(private=True, changes=None, **told):
+    """The statement of a training whose clip norm one noisy query named."""
+    told = {"clip": "quantile", "clip_quantile": 0.5, "clip_middle": 2.0, "clip_bins": 32} | told
+    statement = in_subspace(training=TRAINED | {"clip": "quantile"}, **told)
+    if not private:
+        return read(private=False) | {key: statement[key] for key in ("num_coordinates", "subspace", "training")}
+    return (
+        statement
+        | {"l2_clip_norm": 1.0, "num_clip_queries": 1, "epsilon": epsilon_with_a_clip_query()}
+        | (changes or {})
+    )
+
+
+@lru_cache
+def epsilon_with_a_clip_query():
+    return epsilon_pld(Mechanism(**{**SETTINGS, "num_coordinates": 64, "num_clip_queries": 1}))
+
+
+def test_a_query_for_the_clip_norm_is_stated_and_counted():
+    mechanism = check_statement(asked())
+    assert mechanism.queries == ((2.0, 41),)
+    assert "one query more for the clip norm" in sentence(asked())
+    more_steps = Mechanism(**{**SETTINGS, "num_coordinates": 64, "num_steps": 41})
+    assert epsilon_with_a_clip_query() == epsilon_pld(more_steps) > read()["epsilon"] + 1e-3
+    assert check_statement(asked(private=False)).num_clip_queries == 0  # nothing is clipped
+
+
+@pytest.mark.parametrize(
+    ("statement", "problem"),
+    [
+        (
+            lambda: asked(changes={"num_clip_queries": 0}),
+            "num_clip_queries = 0 does not fit subspace.clip = 'quantile'",
+        ),
+        (lambda: asked(changes={"num_clip_queries": 2}), "num_clip_queries = 2"),
+        (lambda: asked(changes={"epsilon": read()["epsilon"]}), "is claimed, but its own numbers give"),
+        (lambda: asked(changes={"l2_clip_norm": 1.1}), "l2_clip_norm = 1.1 is no edge"),
+        (lambda: asked(clip_bins=31), "subspace.clip_bins = 31 should be 32"),
+        (lambda: asked(clip_middle=0.0), "subspace.clip_middle = 0.0 is not of its kind"),
+        (lambda: asked(clip_middle="left out"), "clip_middle and clip_bins belong to clip"),
+        (lambda: asked(clip_quantile=None), "subspace.clip_quantile differs"),
+        (lambda: in_subspace(clip_middle=1.0, clip_bins=32), "clip_middle and clip_bins belong to clip"),
+        (lambda: in_subspace() | {"num_clip_queries": 1}, "num_clip_queries = 1 does not fit subspace.clip = 'fixed'"),
+        (lambda: read() | {"num_clip_queries": 1}, "num_clip_queries is stated although all coordinates were trained"),
+    ],
+)
+def test_no_field_of_a_clip_query_is_free(statement, problem):
+    with pytest.raises(DpmergeError, match=f"DPM-401: .*{re.escape(problem)}"):
+        check_statement(statement())
+
+
+def test_a_charge_is_the_statements_but_for_a_clip_norm_that_was_asked_for_later():
+    assert is_charge_of(read(), read())
+    assert not is_charge_of(read() | {"l2_clip_norm": 3.0}, read())
+    assert is_charge_of(asked(changes={"l2_clip_norm": 2.0}), asked())
+    assert not is_charge_of(asked(changes={"num_steps": 39}), asked())
 
 
 def test_a_subspace_of_the_settings_must_be_stated():

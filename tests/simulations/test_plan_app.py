@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrst"]
 SUBSPACE = 'subspace = {{ k = {k}, public = "public.txt", num_public = 60 }}'
-AUTO = SUBSPACE.format(k='"auto"')
+AUTO = SUBSPACE.format(k='"auto", clip = "quantile"')
 FEDERATION = """
 [base]
 model = "tiny"
@@ -101,8 +101,10 @@ def test_a_training_states_and_writes_what_was_planned(plan, folder, tmp_path, s
         replace(own, source=replace(own.source, path=str(data))), load_base(own.base.model), tmp_path / "shop"
     )
     statement = json.loads(files["statement.json"])
-    for key in ("noise_multiplier", "sampling_prob", "num_steps", "epsilon", "l2_clip_norm", "num_coordinates"):
+    for key in ("noise_multiplier", "sampling_prob", "num_steps", "epsilon", "num_coordinates"):
         assert party[key] == statement[key], key
+    known_before = statement.get("subspace", {}).get("clip_middle", statement["l2_clip_norm"])
+    assert party["l2_clip_norm"] == known_before
     assert party["delta"] == statement["target_delta"]
     written = len(files["adapter_model.safetensors"]) + len(files["head.safetensors"])
     assert 0 < written - party["upload_bytes"] < 8000  # names of tensors and the head's class names
