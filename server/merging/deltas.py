@@ -7,6 +7,7 @@ the methods. Factors of a folder stay in their file until a method looks at them
 
 import hashlib
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,8 +33,8 @@ from dpmerge.common.release import (
     release_from_files,
     release_hash,
 )
-from dpmerge.common.untrusted import parse_json, parse_tensors
-from dpmerge.server.merging.peft_config import check_plain_lora, scaling
+from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
+from dpmerge.server.merging.peft_config import check_patterns, check_plain_lora, scaling
 from dpmerge.server.merging.stored import DTYPES, StoredTensor, open_tensors
 
 Source = Tensor | StoredTensor
@@ -163,6 +164,8 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
         raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
     origin = party or folder.name
+    for name in sorted(known):
+        _check_file(folder / name, f"{origin}: {name}")
     files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
     with (folder / ADAPTER).open("rb") as file:
         hashes = {ADAPTER: hashlib.file_digest(file, "sha256").hexdigest()}
@@ -174,6 +177,18 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
     tensors = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}")
     return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
+
+
+def _check_file(path: Path, origin: str) -> None:
+    """Refuse what could be read for ever, a pipe, a socket or a device, and JSON that is too long before it is read.
+
+    A link to a file is a file, as in the cache of the hub.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise DpmergeError("DPM-402", f"{origin} is no regular file", "copy the adapter's files into a folder")
+    if path.suffix == ".json" and about.st_size > MAX_JSON_BYTES:
+        raise ReleaseRefused("size", f"{origin}: {about.st_size} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
@@ -219,6 +234,7 @@ def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party
     check_plain_lora(config, party)
     factors = {}
     pairs = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
+    check_patterns(config, {stem.removeprefix(PEFT_PREFIX) for stem in pairs}, party)
     for stem in sorted(pairs):
         if f"{stem}.lora_B.weight" in tensors:
             name = stem.removeprefix(PEFT_PREFIX)

@@ -1,12 +1,13 @@
 """What PEFT's configuration says of an adapter: whether it is plain LoRA, and what each module's B A is scaled by."""
 
 import math
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.release import CONFIG
+from dpmerge.server.merging.patterns import PatternRefused, check, matches
 
 # Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
 UNSUPPORTED = (
@@ -40,11 +41,33 @@ def check_plain_lora(config: Mapping[str, Any], party: str) -> None:
             raise DpmergeError("DPM-402", problem, "train the adapter as plain LoRA on linear layers")
 
 
+def check_patterns(config: Mapping[str, Any], names: Collection[str], party: str) -> None:
+    """Refuse rank and alpha patterns that are no object, no pattern, or made to be matched for ever.
+
+    Args:
+        config: PEFT's configuration.
+        names: All modules of the adapter.
+        party: Named in every refusal.
+
+    Raises:
+        DpmergeError: DPM-402.
+    """
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise DpmergeError("DPM-402", f"{party}: {key} = {patterns!r} is no object", SAVE_AGAIN)
+        try:
+            check(patterns, names)
+        except PatternRefused as refusal:
+            fix = "name modules, or the ends of their names, with at most . * + ? [ ] and ( | ) between"
+            raise DpmergeError("DPM-402", f"{party}: {key} of {CONFIG}: {refusal}", fix) from None
+
+
 def scaling(name: str, a: Sequence[int], b: Sequence[int], config: Mapping[str, Any], party: str) -> float:
     """Return alpha/rank of a module, or alpha/√rank with rsLoRA.
 
     Args:
-        name: The module's dotted name, which rank and alpha patterns are matched against.
+        name: The module's dotted name, which rank and alpha patterns are matched against; see `check_patterns`.
         a: Shape of A.
         b: Shape of B.
         config: PEFT's configuration: r, lora_alpha, use_rslora, rank_pattern, alpha_pattern.
@@ -66,31 +89,11 @@ def scaling(name: str, a: Sequence[int], b: Sequence[int], config: Mapping[str, 
 
 def _of_module(config: Mapping[str, Any], key: str, pattern_key: str, name: str, party: str) -> float:
     """Look a module up as PEFT does: the first pattern that matches wins, and `key` holds for all others."""
-    patterns = config.get(pattern_key) or {}
-    if not isinstance(patterns, Mapping):
-        raise DpmergeError("DPM-402", f"{party}: {pattern_key} = {patterns!r} is no object", SAVE_AGAIN)
     value = config.get(key)
-    for pattern, stated in patterns.items():
-        try:
-            matched = matches(pattern, name)
-        except re.error as error:
-            problem = f"{party}: {pattern_key} has {pattern!r}, which is no pattern ({error})"
-            raise DpmergeError("DPM-402", problem, SAVE_AGAIN) from None
-        if matched:
+    for pattern, stated in (config.get(pattern_key) or {}).items():
+        if matches(pattern, name):
             key, value = f"{pattern_key}.{pattern}", stated
             break
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise DpmergeError("DPM-402", f"{party}: {key} = {value!r} is no finite number", SAVE_AGAIN)
     return value
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Tell whether a pattern matches a module as in PEFT: a whole tail of its dotted name.
-
-    Raises:
-        re.error: For a text that is no pattern.
-
-    >>> matches("query", "layer.0.query"), matches("uery", "layer.0.query")
-    (True, False)
-    """
-    return re.fullmatch(rf"(.*\.)?({pattern})", name) is not None

@@ -1,7 +1,6 @@
 """What can be put around any merge method: shared coordinates, a bound on one party's influence, factors per layer."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
@@ -17,7 +16,7 @@ from dpmerge.server.merging.geometry import borrowed, overlaps, split
 from dpmerge.server.merging.linear import shares
 from dpmerge.server.merging.lowrank import gram, weighted_sum
 from dpmerge.server.merging.noise import Noise
-from dpmerge.server.merging.peft_config import matches
+from dpmerge.server.merging.patterns import PatternRefused, check, matches
 from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
 from dpmerge.server.merging.subspace import stacked_bases
 
@@ -149,14 +148,19 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     Raises:
         DpmergeError: DPM-103 for a factor that is not finite, or a pattern that names no module.
     """
+    try:
+        check(scales, combined.modules)
+    except PatternRefused as refusal:
+        problem = f"merge.layer_scales: {refusal}"
+        raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None
     for pattern, scale in scales.items():
         problem = f"merge.layer_scales.{pattern} = {scale!r}"
         if not abs(scale) <= LARGEST:
             raise DpmergeError("DPM-103", f"{problem} is not finite in fp32", "give a factor such as 0.5")
-        if not any(_matches(pattern, name) for name in combined.modules):
+        if not any(matches(pattern, name) for name in combined.modules):
             fix = f"name the end of a module's name, for example {min(combined.modules).rpartition('.')[2]}"
             raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
-    chosen = {n: next((s for p, s in scales.items() if _matches(p, n)), 1.0) for n in combined.modules}
+    chosen = {n: next((s for p, s in scales.items() if matches(p, n)), 1.0) for n in combined.modules}
     merged = {
         name: item if chosen[name] == 1 else Factors(item.a, item.b * chosen[name], item.scaling)
         for name, item in combined.modules.items()
@@ -193,11 +197,3 @@ def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
 def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
     a, b = item.a.to(q_a), item.b.to(q_b)
     return Factors((a @ q_a.T).float(), (q_b @ b).float(), item.scaling)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return matches(pattern, name)
-    except re.error as error:
-        problem = f"merge.layer_scales.{pattern} is no pattern ({error})"
-        raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None

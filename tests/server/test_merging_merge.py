@@ -292,7 +292,7 @@ PAIR = {"base_model.model.q.lora_A.weight": torch.zeros(2, 3), "base_model.model
         ({"lora_alpha": 10**400}, {}, "is no finite number"),
         ({"use_rslora": "false"}, {}, "use_rslora = 'false'"),
         ({"rank_pattern": [2]}, {}, r"rank_pattern = \[2\] is no object"),
-        ({"rank_pattern": {"(": 2}}, {}, "rank_pattern has '\\(', which is no pattern"),
+        ({"rank_pattern": {"(": 2}}, {}, "rank_pattern of adapter_config.json: '\\(' has '\\(', which is none of"),
         ({"alpha_pattern": {"q": True}}, {}, "alpha_pattern.q = True is no finite number"),
         ({}, {"base_model.model.e.lora_embedding_A": torch.zeros(2, 3)}, "lora_embedding_A"),
         ({}, {"base_model.model.q.lora_magnitude_vector": torch.zeros(3)}, "lora_magnitude_vector"),

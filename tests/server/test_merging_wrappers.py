@@ -133,7 +133,7 @@ def test_what_the_rank_loses_is_scaled_with_its_layer() -> None:
         ("average", {"robust": "median", "weights": {"p0": 1, "p1": -1}}, "no shares of an average"),
         ("average", {"layer_scales": {"value": 0.5}}, "layer_scales.value = 0.5 matches no merged module"),
         ("average", {"layer_scales": {"query": math.inf}}, "is not finite"),
-        ("average", {"layer_scales": {"(": 0.5}}, "is no pattern"),
+        ("average", {"layer_scales": {"(": 0.5}}, r"layer_scales: '\(' has '\(', which is none of the forms"),
         ("fisher", {}, "merge.statistics = None is missing, and fisher needs it; .*public_statistics"),
         ("average", {"statistics": {"p0": {}}}, "merge.statistics is no parameter of average"),
         ("regmean", {"statistics": {"p0": {}}, "core": True}, "merge.core = True is no choice for regmean"),
