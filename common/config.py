@@ -340,7 +340,7 @@ def _public_files(federation: Federation) -> dict[str, str]:
     return {
         section: subspace.public
         for section, subspace in stated.items()
-        if subspace is not None and subspace.public != RANDOM and not _is_task(subspace.public)
+        if subspace and subspace.public != RANDOM and not _is_task(subspace.public)
     }
 
 

@@ -27,12 +27,11 @@ from dpmerge.common.config_rules import (
     check_fields,
     check_overrides,
     choice,
-    nested,
     real,
     whole,
     words,
 )
-from dpmerge.common.config_subspace import SubspaceSettings
+from dpmerge.common.config_subspace import SUBSPACE_OR_FALSE, SubspaceSettings
 from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
@@ -186,14 +185,15 @@ class TrainingSettings:
     subspace: SubspaceSettings | None = field(
         default=None,
         metadata=_meta(
-            nested(SubspaceSettings),
-            "Train k directions made from public data, in place of all coordinates.",
+            SUBSPACE_OR_FALSE,
+            'Train k directions (or "auto") made from public data; false, at a party: all coordinates.',
             {"k": 256, "public": "sms"},
         ),
     )
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "subspace", self.subspace or None)
         if self.ascent_sampling != "paired" and self.sharpness != "sam":
             problem = 'is allowed only with sharpness = "sam", which alone has an ascent query'
             raise Refused(self.section, "ascent_sampling", self.ascent_sampling, problem, "remove ascent_sampling")

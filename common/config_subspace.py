@@ -1,10 +1,10 @@
 """`[training] subspace`: how many directions of the adapter are trained, and which public data they come from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
-from dpmerge.common.config_rules import Refused, Rule, check_fields, choice, whole, words
+from dpmerge.common.config_rules import Refused, Rule, check_fields, choice, nested, whole, words
 
 Allocation = Literal["uniform", "public", "history"]
 Clip = Literal["fixed", "public", "quantile"]
@@ -84,3 +84,14 @@ class SubspaceSettings:
         if self.allocation == "history" and self.refresh_every_steps == 0:
             fix = "state refresh_every_steps, at which the history of privatised gradients is looked at"
             raise Refused(self.section, "allocation", "history", "needs a schedule", fix)
+
+
+_TABLE = nested(SubspaceSettings)
+SUBSPACE_OR_FALSE = replace(
+    _TABLE,
+    accepts=lambda v: v is False or _TABLE.accepts(v),
+    constraint="a table, or false",
+    schema={"anyOf": [_TABLE.schema, {"const": False}]},
+    convert=lambda v: v and _TABLE.convert(v),
+)
+"""False is how a party leaves the federation's subspace and trains all coordinates: TOML has no word for nothing."""

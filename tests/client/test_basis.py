@@ -1,11 +1,13 @@
 """Bases against torch's SVD of the whole matrix, and what no basis can be made of."""
 
+import os
+
 import pytest
 import torch
 
 from dpmerge.client import basis_cache
 from dpmerge.client.basis import Basis, StreamingSvd, orthonormal, random_basis
-from dpmerge.client.basis_cache import cached_basis, load_basis, save_basis
+from dpmerge.client.basis_cache import cache_path, cached_basis, load_basis, save_basis
 from dpmerge.common.errors import DpmergeError
 
 
@@ -112,6 +114,34 @@ def test_the_cache_makes_a_basis_once(tmp_path, monkeypatch):
     assert torch.equal(first.rows, second.rows)
     cached_basis(IDENTITY | {"base model": "another"}, make)
     assert len(made) == 2
+
+
+def test_the_cache_forgets_what_was_used_longest_ago(tmp_path, monkeypatch):
+    monkeypatch.setattr(basis_cache, "cache_root", lambda: tmp_path)
+    folder, made = tmp_path / "subspaces", []
+
+    def take(name):
+        def make():
+            made.append(name)
+            return stream(gradients(), 4)
+
+        cached_basis(IDENTITY | {"base model": name}, make)
+        return cache_path(IDENTITY | {"base model": name})
+
+    files = [take(name) for name in "abc"]
+    for age, file in enumerate(files):
+        os.utime(file, (1000 + age, 1000 + age))
+    take("a")  # found, and used last from now on
+    size = files[0].stat().st_size
+    monkeypatch.setattr(basis_cache, "MAX_BYTES", 3 * size)
+    fourth = take("d")
+    assert set(folder.iterdir()) == {files[0], files[2], fourth}
+    monkeypatch.setattr(basis_cache, "MAX_BYTES", size - 1)
+    assert set(folder.iterdir()) == {files[0], files[2], fourth}  # no basis was added
+    assert take("e").exists()  # larger than all that is allowed, but in use
+    assert len(list(folder.iterdir())) == 1
+    take("a")
+    assert made == ["a", "b", "c", "d", "e", "a"]
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):

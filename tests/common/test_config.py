@@ -399,6 +399,24 @@ def test_the_merge_methods_are_those_of_the_servers_registry():
     }
 
 
+def test_a_party_leaves_the_federations_subspace():
+    text = SUBSPACE.format('k = 4, public = "open.txt"') + "[party.training]\nsubspace = false\n"
+    federation = parse(text)
+    alone = party_plan(federation, "cinema")
+    assert alone.training.subspace is None
+    assert party_plan(federation, "shop").training.subspace.k == 4
+    never = BASE + EPSILON + PARTY + 'test = "tests.csv"\n[[party]]\nname = "cinema"\ntask = "movie"\n'
+    assert alone.fingerprint() == plan(never, "cinema").fingerprint()
+    assert federation.to_dict()["party"][1]["training"] == {"subspace": False}
+    assert federation.files == (
+        Path("reviews.csv").absolute(),
+        Path("tests.csv").absolute(),
+        Path("open.txt").absolute(),
+    )
+    with pytest.raises(DpmergeError, match=r"party\[1\].training.subspace = true in f.toml is not a table, or false"):
+        parse(text.replace("false", "true"))
+
+
 def test_a_subspace_survives_the_way_to_a_party_and_names_its_file_from_the_folder(tmp_path):
     (tmp_path / "reviews.csv").write_text("text,label\n")
     (tmp_path / "tests.csv").write_text("text,label\n")
