@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load, save
 
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.mechanism import Mechanism
@@ -19,8 +18,7 @@ from dpmerge.common.statement import build_statement
 from dpmerge.common.untrusted import REASONS, ReleaseRefused
 from dpmerge.server.intake import Expectation, PartyTerms, validate
 from dpmerge.server.spool import Spool
-
-Files = dict[str, bytes]
+from tests.release_changes import Files, edit, put, scaled, tensors
 
 STEM = "base_model.model.layer.0.query"
 A, B = f"{STEM}.lora_A.weight", f"{STEM}.lora_B.weight"
@@ -87,31 +85,6 @@ def expectation() -> Expectation:
         max_bytes=1 << 20,
         max_delta_norm=50.0,
     )
-
-
-def tensors(change: Callable[[dict[str, torch.Tensor]], object], file: str = ADAPTER) -> Callable[[Files], Files]:
-    def apply(files: Files) -> Files:
-        values = load(files[file])
-        change(values)
-        metadata = {"format": "pt"}
-        if file == HEAD:
-            length = int.from_bytes(files[HEAD][:8], "little")
-            metadata = json.loads(files[HEAD][8 : 8 + length])["__metadata__"]
-        return files | {file: save(values, metadata)}
-
-    return apply
-
-
-def edit(file: str, **values: Any) -> Callable[[Files], Files]:
-    return lambda files: files | {file: json.dumps(json.loads(files[file]) | values).encode()}
-
-
-def put(key: str, value: torch.Tensor, file: str = ADAPTER) -> Callable[[Files], Files]:
-    return tensors(lambda found: found.update({key: value}), file)
-
-
-def scaled(key: str, factor: float, file: str = ADAPTER) -> Callable[[Files], Files]:
-    return tensors(lambda found: found.update({key: found[key] * factor}), file)
 
 
 HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
