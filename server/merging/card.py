@@ -8,7 +8,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import MERGE, PICTURE, Release
 from dpmerge.common.statement import mechanism_from_statement, sentence
-from dpmerge.server.merging.gate import Entry, some
+from dpmerge.server.merging.fit import some
+from dpmerge.server.merging.gate import Entry
 from dpmerge.server.merging.registry import METHODS
 
 POST_PROCESSING = (

@@ -1,4 +1,4 @@
-"""What is merged: low-rank weight changes τ = scaling · B A per module and party, and the gate before any arithmetic.
+"""What is merged: low-rank weight changes τ = scaling · B A per module and party.
 
 Reads releases, merged models and plain PEFT adapter folders alike. A module that a party does not adapt has delta 0,
 which is a factor pair of rank 0; so ragged ranks, absent modules and shared or independent A all are the same case to
@@ -8,7 +8,7 @@ the methods. Factors of a folder stay in their file until a method looks at them
 import hashlib
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from dpmerge.common.release import (
 )
 from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 from dpmerge.server.merging.peft_config import check_patterns, check_plain_lora, scaling
-from dpmerge.server.merging.stored import DTYPES, StoredTensor, open_tensors
+from dpmerge.server.merging.stored import DTYPES, StoredTensor, frobenius, open_tensors
 
 Source = Tensor | StoredTensor
 
@@ -99,9 +99,22 @@ class Factors:
         place = torch.device(device)
         return Factors(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
 
-    def is_finite(self) -> bool:
-        """Tell whether all numbers are finite; those in a file were checked when it was opened."""
-        return all(isinstance(x, StoredTensor) or bool(torch.isfinite(x).all()) for x in (self.source_a, self.source_b))
+    def bound(self) -> float:
+        """Return |scaling| ‖A‖ ‖B‖, which no number of the change exceeds; NaN or infinity if one is not finite.
+
+        What is stored is not read: its norms are known from when the file was opened.
+        """
+        return abs(self.scaling) * _norm(self.source_a) * _norm(self.source_b)
+
+    def a_sha256(self) -> bytes:
+        """Return a hash of the numbers of A, by which parties that share it are known; reads nothing."""
+        if isinstance(self.source_a, StoredTensor):
+            return self.source_a.sha256
+        return hashlib.sha256(self.source_a.float().cpu().contiguous().numpy().data).digest()
+
+
+def _norm(source: Source) -> float:
+    return source.norm if isinstance(source, StoredTensor) else frobenius(source)
 
 
 def _on(source: Source, device: torch.device) -> Source:
@@ -145,11 +158,18 @@ class Adapter:
             return ""
         return name if HUB_ID.fullmatch(name) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
 
+    @property
+    def a_seed(self) -> int | None:
+        """Seed of the shared A, if the statement says it."""
+        training = self.statement.get("training")
+        seed = training.get("seed") if isinstance(training, Mapping) else None
+        return seed if type(seed) is int else None
+
 
 def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     """Open a release, a merged model, or a plain PEFT adapter folder, and check all of it.
 
-    The factors stay in the file; every tensor is read once here, to hash it and to see that it is finite.
+    The factors stay in the file; every byte is read once here, to hash it and to see that all numbers are finite.
 
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
@@ -167,15 +187,15 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     for name in sorted(known):
         _check_file(folder / name, f"{origin}: {name}")
     files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
-    with (folder / ADAPTER).open("rb") as file:
-        hashes = {ADAPTER: hashlib.file_digest(file, "sha256").hexdigest()}
-    digest = hash_of_hashes(hashes | {name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
-    if STATEMENT in files or MERGE in files:
+    released = STATEMENT in files or MERGE in files
+    if released:
         check_names(known, origin)
-        tensors = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",))
+    tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",) if released else tuple(DTYPES))
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    digest = hash_of_hashes(hashes | {ADAPTER: sha256})
+    if released:
         return _of_release(release_around({}, files, origin), tensors, origin, digest)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
-    tensors = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}")
     return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
 
 
@@ -215,7 +235,8 @@ def _of_release(release: Release, tensors: Mapping[str, Source], party: str, dig
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
     factors = lora_factors(tensors, release.adapter_config, party)
-    base_sha256 = (release.statement or release.merge or {}).get("base_sha256")
+    stated = (release.statement or release.merge or {}).get("base_sha256")
+    base_sha256 = stated if isinstance(stated, str) else None
     return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
 
 
@@ -247,53 +268,3 @@ def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party
         problem = f"{party}: {len(tensors)} tensors form {len(factors)} pairs of lora_A and lora_B"
         raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
     return factors
-
-
-def gather(
-    adapters: Sequence[Adapter], *, strict: bool = True, device: torch.device | str | None = None
-) -> tuple[dict[str, tuple[Factors, ...]], list[str]]:
-    """Check that adapters fit together, and line their modules up: the merge gate. Copies nothing.
-
-    Args:
-        adapters: At least one, with different party names.
-        strict: Refuse a module that some party does not adapt. Otherwise its delta there is 0, and it is listed.
-        device: Where factors are read to, and methods compute; None leaves them where they are.
-
-    Returns:
-        The factors per module, and a list "party: module" of what was taken as 0.
-
-    Raises:
-        DpmergeError: DPM-403 without adapters; DPM-402 with *every* mismatch, each by party and module.
-    """
-    if not adapters:
-        raise DpmergeError("DPM-403", "no adapter to merge", "give at least one release or PEFT adapter folder")
-    first = adapters[0]
-    shapes: dict[str, tuple[tuple[int, int], str]] = {}
-    problems: list[str] = []
-    for adapter in adapters:
-        problems += _base_mismatch(first, adapter)
-        for name, factors in adapter.modules.items():
-            shape, owner = shapes.setdefault(name, (factors.shape, adapter.party))
-            if factors.shape != shape:
-                problems.append(f"{adapter.party}: {name} is {factors.shape} but {shape} at {owner}")
-            if not factors.is_finite():
-                problems.append(f"{adapter.party}: {name} holds NaN or infinity")
-    absent = [f"{a.party}: {name}" for name in sorted(shapes) for a in adapters if name not in a.modules]
-    problems += [f"{entry} is not adapted" for entry in absent if strict]
-    parties = [adapter.party for adapter in adapters]
-    problems += [f"{party} appears twice" for party in sorted({p for p in parties if parties.count(p) > 1})]
-    if problems:
-        fix = "merge adapters of one base model and one set of modules, each party once"
-        raise DpmergeError("DPM-402", "; ".join(problems), fix)
-    nothing = {n: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for n, ((out, width), _) in shapes.items()}
-    rows = {n: tuple(a.modules.get(n, nothing[n]) for a in adapters) for n in sorted(shapes)}
-    return rows if device is None else {n: tuple(f.on(device) for f in row) for n, row in rows.items()}, absent
-
-
-def _base_mismatch(first: Adapter, other: Adapter) -> list[str]:
-    """Compare base models by hash where both state one, else by name."""
-    if first.base_sha256 and other.base_sha256:
-        known, found = first.base_sha256, other.base_sha256
-    else:
-        known, found = (adapter.base.rpartition("/")[2] for adapter in (first, other))
-    return [f"{other.party}: base model {found} but {known} at {first.party}"] if known != found else []

@@ -8,7 +8,6 @@ the core's place. Cores are float64, full matrices fp32.
 Parties are looked at one after the other, and written where the result will be: memory is the result's.
 """
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -34,7 +33,7 @@ def weighted_sum(factors: Sequence[Factors], weights: Sequence[float]) -> Factor
     sharing: dict[bytes, list[int]] = {}
     for t, item in enumerate(factors):
         if item.rank:
-            sharing.setdefault(_a_hash(item), []).append(t)
+            sharing.setdefault(item.a_sha256(), []).append(t)
     rank = sum(factors[group[0]].rank for group in sharing.values())
     pieces = ((factors[group[0]].a, _weighted_b(factors, weights, group)) for group in sharing.values())
     if rank <= min(out, width):
@@ -189,10 +188,6 @@ def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:
     )
     leading: Tensor = torch.from_numpy(vectors).flip(1)
     return leading
-
-
-def _a_hash(item: Factors) -> bytes:
-    return hashlib.sha256(item.on("cpu").a.contiguous().numpy().data).digest()  # from a file it never leaves the host
 
 
 def _weighted_b(factors: Sequence[Factors], weights: Sequence[float], group: Sequence[int]) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import MERGED, Release, adapter_key
-from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules, gather
+from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules
+from dpmerge.server.merging.fit import gather
 from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.least_squares import statistics_hash
 from dpmerge.server.merging.lowrank import overflow, total_norm

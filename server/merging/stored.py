@@ -8,6 +8,8 @@ A file that changes after it was opened gives other numbers, as it would under a
 refused instead of ending the process with a bus error.
 """
 
+import hashlib
+import io
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -34,6 +36,8 @@ class StoredTensor:
         offset: Of its first byte in the file.
         shape: Its dimensions.
         dtype: As stored.
+        norm: Of its numbers as one vector, finite.
+        sha256: Of its numbers as fp32, whatever they are stored as; of A's only, which parties may share.
         device: Where it is read to.
     """
 
@@ -42,6 +46,8 @@ class StoredTensor:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    norm: float
+    sha256: bytes
     device: torch.device = torch.device("cpu")  # noqa: RUF009 -- immutable
 
     def read(self) -> Tensor:
@@ -50,20 +56,18 @@ class StoredTensor:
         Raises:
             ReleaseRefused: truncated or missing-file, when the file is no longer what it was.
         """
-        tensor = torch.empty(math.prod(self.shape), dtype=self.dtype)
-        buffer = tensor.view(torch.uint8).numpy().data
         try:
             with self.path.open("rb", buffering=0) as file:
                 file.seek(self.offset)
-                count = file.readinto(buffer)
+                tensor = _next(file, self.shape, self.dtype, self.origin)
         except OSError as error:
             raise ReleaseRefused("missing-file", f"{self.origin}: {error}", FIX) from error
-        if count != buffer.nbytes:
-            raise ReleaseRefused("truncated", f"{self.origin}: {count} of {buffer.nbytes} bytes", FIX)
-        return tensor.view(self.shape).to(self.device, torch.float32)
+        return tensor.to(self.device, torch.float32)
 
 
-def open_tensors(path: Path, origin: str, dtypes: Collection[str] = tuple(DTYPES)) -> dict[str, StoredTensor]:
+def open_tensors(
+    path: Path, origin: str, dtypes: Collection[str] = tuple(DTYPES)
+) -> tuple[dict[str, StoredTensor], str]:
     """Check a safetensors file as `parse_tensors` does, one tensor at a time, and leave the numbers in it.
 
     Args:
@@ -71,22 +75,58 @@ def open_tensors(path: Path, origin: str, dtypes: Collection[str] = tuple(DTYPES
         origin: Opens every refusal.
         dtypes: Those that are accepted, among `DTYPES`.
 
+    Returns:
+        The tensors by sorted key, and the file's SHA-256. All of it comes from reading every byte once.
+
     Raises:
         ReleaseRefused: As `parse_tensors`.
     """
-    with path.open("rb") as file:
+    with path.open("rb", buffering=0) as file:
         head = file.read(8 + MAX_HEADER_BYTES)
-    header, _ = parse_header(head, path.stat().st_size, origin, dtypes)
-    try:
-        with safe_open(path, "pt"):
-            start = 8 + int.from_bytes(head[:8], "little")  # offsets now agree with dtypes, shapes and size
-    except SafetensorError as error:
-        raise ReleaseRefused("truncated", f"{origin}: {error}", FIX) from error
-    tensors = {}
-    for key in sorted(header):
-        entry = header[key]
-        offset, shape = start + entry["data_offsets"][0], tuple(entry["shape"])
-        tensors[key] = StoredTensor(path, f"{origin}: {key}", offset, shape, DTYPES[entry["dtype"]])
-        if not torch.isfinite(tensors[key].read()).all():
-            raise ReleaseRefused("non-finite", f"{origin}: {key}", "find out why training diverged")
-    return tensors
+        header, _ = parse_header(head, path.stat().st_size, origin, dtypes)
+        try:
+            with safe_open(path, "pt"):
+                start = 8 + int.from_bytes(head[:8], "little")  # offsets now agree with dtypes, shapes and size,
+        except SafetensorError as error:
+            raise ReleaseRefused("truncated", f"{origin}: {error}", FIX) from error
+        digest, tensors = hashlib.sha256(head[:start]), {}
+        file.seek(start)
+        for key in sorted(header, key=lambda key: header[key]["data_offsets"]):  # and leave no gap between tensors
+            entry, place = header[key], f"{origin}: {key}"
+            shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+            tensor = _next(file, shape, dtype, place)
+            digest.update(_bytes_of(tensor))
+            sha256 = hashlib.sha256(_bytes_of(tensor.float())).digest() if ".lora_A." in key else b""
+            norm = frobenius(tensor)
+            if not math.isfinite(norm):
+                raise ReleaseRefused("non-finite", place, "find out why training diverged")
+            tensors[key] = StoredTensor(path, place, start + entry["data_offsets"][0], shape, dtype, norm, sha256)
+    return {key: tensors[key] for key in sorted(tensors)}, digest.hexdigest()
+
+
+def frobenius(tensor: Tensor) -> float:
+    """Return the norm of all numbers, summed in float64: finite if and only if all of them are finite in fp32.
+
+    >>> frobenius(torch.tensor([3.0, 4.0])), frobenius(torch.tensor([3.0, float("nan")]))
+    (5.0, nan)
+    """
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _next(file: io.FileIO, shape: tuple[int, ...], dtype: torch.dtype, origin: str) -> Tensor:
+    """Read the tensor that begins where the file is.
+
+    Raises:
+        ReleaseRefused: truncated.
+    """
+    tensor = torch.empty(shape, dtype=dtype)
+    buffer = _bytes_of(tensor)
+    count = file.readinto(buffer)
+    if count != buffer.nbytes:
+        raise ReleaseRefused("truncated", f"{origin}: {count} of {buffer.nbytes} bytes", FIX)
+    return tensor
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    whole: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return whole

@@ -16,9 +16,11 @@ from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.release import MERGE, release_from_files, to_files
 from dpmerge.common.statement import build_statement
 from dpmerge.server.coefficient import first_layer, grid, max_length
+from dpmerge.server.merging import stored
 from dpmerge.server.merging.card import merge_card
 from dpmerge.server.merging.deltas import Factors, read_adapter
-from dpmerge.server.merging.gate import MAX_NAMED, _entry, inspect
+from dpmerge.server.merging.fit import MAX_NAMED
+from dpmerge.server.merging.gate import _entry, inspect
 from dpmerge.server.merging.materialize import add_change
 from dpmerge.server.merging.merge import Merged, as_release, merge
 
@@ -50,6 +52,35 @@ def test_what_most_parties_share_counts_as_right_whoever_comes_first(tmp_path):
     lines = refusals(odd, *others)
     assert [line[9:].partition(":")[0] for line in lines] == ["odd", "odd", "shop", "library"]
     assert all("does not adapt layer.0.key" in line for line in lines[2:])
+
+
+def test_a_merge_from_python_is_refused_in_the_words_of_the_gate(tmp_path):
+    gate = inspect(
+        [plain(tmp_path / "odd", base="other", width=6, modules=("layer.0.key",)), plain(tmp_path / "shop")],
+        strict=True,
+    )
+    with pytest.raises(DpmergeError) as caught:
+        merge(gate.adapters, method="average")
+    assert len(gate.refusals) == 3
+    assert caught.value.problem == "; ".join(refusal.problem for refusal in gate.refusals)
+    with pytest.raises(DpmergeError) as caught:
+        merge(gate.adapters, method="average", strict=False)
+    assert str(caught.value) == str(gate.refusals[0])  # one alone keeps its remedy
+
+
+def test_the_gate_reads_every_byte_once(tmp_path, monkeypatch):
+    folders = [plain(tmp_path / name, modules=("layer.0.query", "layer.0.key")) for name in ("shop", "library")]
+    count, following = 0, stored._next
+
+    def counting(*arguments):
+        nonlocal count
+        tensor = following(*arguments)
+        count += tensor.nbytes
+        return tensor
+
+    monkeypatch.setattr(stored, "_next", counting)
+    assert not inspect(folders, strict=True).refusals
+    assert count == 2 * 2 * (4 + 4) * 4  # adapters, modules, numbers of A and B, bytes of one
 
 
 def test_a_path_and_a_hub_id_of_one_model_agree(tmp_path):

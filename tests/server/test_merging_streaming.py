@@ -17,7 +17,8 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import Head, Release, adapter_key, write_release
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging import lowrank, sparse
-from dpmerge.server.merging.deltas import Adapter, Factors, adapter_from_files, gather, read_adapter
+from dpmerge.server.merging.deltas import Adapter, Factors, adapter_from_files, read_adapter
+from dpmerge.server.merging.fit import gather
 from dpmerge.server.merging.lowrank import beside_identity, factorise, total_norm, weighted_sum
 from dpmerge.server.merging.merge import merge
 from dpmerge.server.merging.recipe import per_module
@@ -110,7 +111,7 @@ def test_a_file_that_changes_while_it_is_merged_is_refused_by_name(tmp_path: Pat
 def test_a_number_without_dimensions_is_no_factor(tmp_path: Path) -> None:
     folder = peft_folder(tmp_path / "shop", 1)
     save_file(tensors(1) | {"base_model.model.x.lora_A.weight": torch.tensor(1.0)}, folder / FILE)
-    assert open_tensors(folder / FILE, "shop")["base_model.model.x.lora_A.weight"].read() == 1
+    assert open_tensors(folder / FILE, "shop")[0]["base_model.model.x.lora_A.weight"].read() == 1
     with pytest.raises(DpmergeError, match="5 tensors form 2 pairs"):
         read_adapter(folder)
 
