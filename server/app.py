@@ -75,8 +75,8 @@ def server_app(
 ) -> ServerApp:
     """Return the ServerApp; `collection` is filled while it runs.
 
-    The run in which the deadline passes waits for nobody any longer. One that begins later waits for all: it is run
-    for the late ones.
+    The run in which the deadline passes waits for nobody any longer. One whose app is made later waits for all: it is
+    run for the late ones.
 
     Args:
         terms: What all parties must share, sent to each.
@@ -88,10 +88,10 @@ def server_app(
         on_late: Called at the end if the deadline came before all had replied, whose nodes may be at work still.
     """
     app = ServerApp()
+    begun_late = reception.is_over(datetime.now(UTC))
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
-        begun_late = reception.is_over(datetime.now(UTC))
         asked: set[int] = set()
         releases: set[str] = set()
         verdicts: set[str] = set()  # messages whose being taken is waited for, but not for ever

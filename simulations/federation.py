@@ -97,13 +97,12 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         deadline=_deadline(founding, federation.intake),
         late=federation.intake.late,
     )
-    with _timed(seconds, "train"):
-        terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
-        asked = _asked(plans, reception, out)
-        collection = Collection()
-        if asked:
+    terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
+    asked, collection = _asked(plans, reception, out), Collection()
+    if asked:
+        with _timed(seconds, "train"):
             collection = collect(asked, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
-        collection.late |= len(asked) < len(plans)
+    collection.late |= len(asked) < len(plans)
     files = spool.releases()  # all that was ever accepted here, whatever came of the replies of this run
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
     merged = None
