@@ -6,6 +6,7 @@ the methods. Factors of a folder stay in their file until a method looks at them
 """
 
 import hashlib
+import math
 import re
 import stat
 from collections.abc import Mapping
@@ -99,12 +100,13 @@ class Factors:
         place = torch.device(device)
         return Factors(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
 
-    def bound(self) -> float:
-        """Return |scaling| ‖A‖ ‖B‖, which no number of the change exceeds; NaN or infinity if one is not finite.
+    def norms(self) -> tuple[float, float]:
+        """Return ‖A‖ and ‖B‖; of what is stored they are known from when the file was opened."""
+        return _norm(self.source_a), _norm(self.source_b)
 
-        What is stored is not read: its norms are known from when the file was opened.
-        """
-        return abs(self.scaling) * _norm(self.source_a) * _norm(self.source_b)
+    def bound(self) -> float:
+        """Return |scaling| ‖A‖ ‖B‖, which no number of the change exceeds; NaN or infinity if one is not finite."""
+        return abs(self.scaling) * math.prod(self.norms())
 
     def a_sha256(self) -> bytes:
         """Return a hash of the numbers of A, by which parties that share it are known; reads nothing."""

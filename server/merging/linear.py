@@ -4,10 +4,11 @@ None of them ever adds factors of different parties to each other, (Σ B)(Σ A),
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.deltas import Factors, Modules
-from dpmerge.server.merging.lowrank import stack, truncate, weighted_sum
+from dpmerge.server.merging.lowrank import scaled, stack, truncate, weighted_sum
 from dpmerge.server.merging.recipe import Combined, Recipe, per_module
 
 
@@ -30,23 +31,24 @@ def task_arithmetic(modules: Modules, recipe: Recipe) -> Combined:
 
 def concat(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t as stacked factors, of rank Σ r_t unless another is asked for."""
+    weights = [recipe.factor * weight for weight in recipe.weights]
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        scales = [recipe.factor * weight * item.scaling for weight, item in zip(recipe.weights, factors, strict=True)]
-        pieces = ((item.a, item.b.double() * scale) for item, scale in zip(factors, scales, strict=True))
+        pieces = ((item.a, scaled(item.b, w * item.scaling)) for item, w in zip(factors, weights, strict=True))
         stacked = stack(pieces, *factors[0].shape, sum(item.rank for item in factors))
         return truncate(stacked, recipe.rank or stacked.rank)
 
-    return per_module(modules, rule, recipe.factor)
+    return replace(per_module(modules, rule, recipe.factor), weights=tuple(weights))
 
 
 def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Combined:
     """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
+    total = [coefficient * weight for weight in weights]
 
     def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        return weighted_module(factors, [coefficient * weight for weight in weights], rank)
+        return weighted_module(factors, total, rank)
 
-    return per_module(modules, rule, coefficient)
+    return replace(per_module(modules, rule, coefficient), weights=tuple(total))
 
 
 def weighted_module(factors: Sequence[Factors], weights: Sequence[float], rank: int | None) -> tuple[Factors, float]:

@@ -1,8 +1,7 @@
 """Merge adapters into one low-rank weight change per module, with an account of it, and write that as a model."""
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -11,16 +10,15 @@ from torch import Tensor
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import MERGED, Release, adapter_key
-from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules
+from dpmerge.server.merging.account import measures
+from dpmerge.server.merging.deltas import Adapter, Factors, Modules
 from dpmerge.server.merging.fit import gather
-from dpmerge.server.merging.geometry import cosines, overlaps
 from dpmerge.server.merging.least_squares import statistics_hash
-from dpmerge.server.merging.lowrank import overflow, total_norm
 from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.merging.parameters import Device, check_wrappers, device_of, resolved, weights_of
 from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, MergeMethod
-from dpmerge.server.merging.wrappers import bounded, denoised, in_core, party_norms, scale_layers
+from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers
 
 RECORDED = (
     "method",
@@ -33,7 +31,6 @@ RECORDED = (
     "truncation_error",
     "absent",
 )
-MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,21 +158,23 @@ def merge(
         "noise": [asdict(each) for each in noise] or None,
         "factors": combined.factors,
     }
-    return Merged(combined.modules, info | _measures(modules, len(parties), combined))
+    return Merged(combined.modules, info | measures(modules, combined))
 
 
 def _combined(
     row: MergeMethod, modules: Modules, recipe: Recipe, *, core: bool, robust: Robust | None, denoise: bool
 ) -> tuple[Combined, dict[str, Any] | None]:
     """Apply a method inside the wrappers that were asked for; also return what bounding a party's influence did."""
-    account = None
+    account, given = None, modules
     if robust:
         modules, recipe, account = bounded(modules, recipe, robust)
     if denoise:
         modules = denoised(modules, recipe.noise)
     if core:
-        return in_core(row.function, modules, recipe, whole_model=row.whole_model), account
-    return row.function(modules, recipe), account
+        combined = in_core(row.function, modules, recipe, whole_model=row.whole_model)
+    else:
+        combined = row.function(modules, recipe)
+    return combined if modules is given else replace(combined, weights=None), account  # a sum of other changes
 
 
 def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
@@ -204,28 +203,6 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
     }
     heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
     return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
-
-
-def _measures(modules: Modules, num_parties: int, combined: Combined) -> dict[str, Any]:
-    overlap = None
-    if num_parties <= MAX_OVERLAP_PARTIES:
-        inner = overlaps(modules)
-        norms, overlap = inner.diagonal().clamp(min=0).sqrt().tolist(), cosines(inner).tolist()
-    else:
-        norms = party_norms(modules)
-    norm = total_norm(combined.modules.values())
-    if not norm <= LARGEST:
-        raise overflow()
-    lost = math.hypot(*combined.lost.values())
-    whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
-    return {
-        "coefficient": combined.coefficient,
-        "norms": norms,
-        "overlap": overlap,
-        "norm": norm,
-        "rank": max(factors.rank for factors in combined.modules.values()),
-        "truncation_error": lost / whole if whole else 0.0,
-    }
 
 
 def _peft_config(modules: Mapping[str, Factors], like: Adapter) -> dict[str, Any]:

@@ -69,12 +69,14 @@ class Combined:
         coefficient: The factor that was used on the weighted sum, where a method has one.
         lost: Frobenius norm of what the rank left out, per module.
         factors: One factor per party, where the method chose them; None otherwise.
+        weights: One factor per party, where what is merged is Σ weights_t τ_t but for what was lost; None otherwise.
     """
 
     modules: dict[str, Factors]
     coefficient: float
     lost: dict[str, float] = field(default_factory=dict)
     factors: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
 
 
 def refuse_unequal_weights(recipe: Recipe, why: str, fix: str) -> None:

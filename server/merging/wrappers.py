@@ -148,6 +148,8 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     Raises:
         DpmergeError: DPM-103 for a factor that is not finite, or a pattern that names no module.
     """
+    if not scales:
+        return combined
     try:
         check(scales, combined.modules)
     except PatternRefused as refusal:
@@ -166,7 +168,7 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
         for name, item in combined.modules.items()
     }
     lost = {name: abs(chosen[name]) * value for name, value in combined.lost.items()}
-    return replace(combined, modules=merged, lost=lost)
+    return replace(combined, modules=merged, lost=lost, weights=None)
 
 
 class _Made(Mapping[str, tuple[Factors, ...]]):

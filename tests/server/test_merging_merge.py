@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from dpmerge.common.config_sections import MERGE_PARAMETERS
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import Head, Release, read_release, release_hash, to_files, write_release
+from dpmerge.server.merging.account import MAX_OVERLAP_PARTIES
 from dpmerge.server.merging.deltas import Adapter, Factors, adapter_from_files, lora_factors, read_adapter
 from dpmerge.server.merging.geometry import cosines
-from dpmerge.server.merging.merge import MAX_OVERLAP_PARTIES, as_release, merge
+from dpmerge.server.merging.merge import as_release, merge
 from dpmerge.server.merging.registry import METHODS
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -157,7 +157,7 @@ def test_the_linear_family_holds_one_party_of_one_module(
     modules, _ = gather(adapters)
     assert most == 0
     options = {"coefficient": 0.5} if method == "task-arithmetic" else {}
-    monkeypatch.setattr("dpmerge.server.merging.merge._measures", lambda *_: {})
+    monkeypatch.setattr("dpmerge.server.merging.merge.measures", lambda *_: {})
     monkeypatch.setattr("dpmerge.server.merging.recipe._cores", lambda: 1)
     monkeypatch.setattr(lowrank, "BLOCK", RANK)
     merge(adapters, method=method, **options)
