@@ -19,16 +19,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpmerge.simulations.founding import found
 from tests.deployment.small_federation import NAMES, write_small_federation
 
+T = TypeVar("T")
+
 APP = Path(__file__).parent / "flower_app"
 PROGRAMS = Path(sys.executable).parent
 SUPERLINK = "superlink"
+ARMED = "armed"
 PATIENCE_SECONDS = 900
-POLL_SECONDS = 0.5
+POLL_SECONDS = 2.0
+"""Between two looks: a call of Flower's command line takes a second of a core that the parties need."""
 SETTINGS = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -104,9 +108,18 @@ class Deployment:
         (self.folder / "pids" / name).write_text(str(self._processes[name].pid))
         self._num_supernodes_started += name != SUPERLINK
 
-    def wait_for_death(self, name: str) -> None:
-        """Wait until a process has been killed."""
-        assert self._processes[name].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    def arm(self, point: str, victim: str) -> None:
+        """Let a process die once, when the point is reached: see flower_app/points.py."""
+        (self.folder / ARMED).write_text(f"{point} {victim}")
+
+    def wait_for_kill(self, run: int, victim: str) -> None:
+        """Wait until the armed point is reached, and start the victim again if it is a process that we have started."""
+        armed = self.folder / ARMED
+        self.wait_until(lambda: not armed.exists() or self.end_of(run))
+        assert not armed.exists(), self.told()
+        if victim in self._processes:
+            assert self._processes[victim].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+            self.start(victim)
 
     def wait_for_nodes(self) -> None:
         """Wait until the SuperLink knows every SuperNode that was started, and takes only those that run for online.
@@ -127,24 +140,28 @@ class Deployment:
 
     def wait_for_end(self, run: int) -> str:
         """Wait until a run is over; return how it ended, in Flower's words."""
-        status = "unknown"
+        return self.wait_until(lambda: self.end_of(run))
 
-        def over() -> bool:
-            nonlocal status
-            status = self._status(run)
-            return status.startswith("finished")
+    def end_of(self, run: int) -> str:
+        """Return how a run ended, "" as long as that is not known: it goes on, or the SuperLink does not listen."""
+        runs = self.flwr("list", "--run-id", run).get("runs", ())
+        return next((entry["status"] for entry in runs if entry["status"].startswith("finished")), "")
 
-        self.wait_until(over)
-        return status
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a condition, as long as the SuperLink and the SuperNodes live."""
+    def wait_until(self, look: Callable[[], T]) -> T:
+        """Look until there is something to see, and return it; give up if SuperLink or SuperNodes have ended."""
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not holds():
-            assert time.monotonic() < deadline
-            dead = [name for name, process in self._processes.items() if process.poll() is not None]
-            assert not dead
+        while True:
+            ended = [name for name, process in self._processes.items() if process.poll() is not None]
+            if seen := look():
+                return seen
+            assert not ended, f"{ended}\n{self.told()}"
+            assert time.monotonic() < deadline, self.told()
             time.sleep(POLL_SECONDS)
+
+    def told(self) -> str:
+        """Return what Flower's processes and the parties have said last."""
+        files = [*self.folder.glob("logs/*"), *self.folder.glob("parties/*/party.log")]
+        return "\n".join(f"{file}:\n{file.read_text()[-2000:]}" for file in files)
 
     def flwr(self, *arguments: object) -> Any:
         """Call Flower's command line and return what it answers, be it an error."""
@@ -152,10 +169,6 @@ class Deployment:
         environment = self._environment("operator")
         done = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_SECONDS, check=False)
         return json.loads(done.stdout)
-
-    def _status(self, run: int) -> str:
-        runs = self.flwr("list", "--run-id", run).get("runs")
-        return str(runs[0]["status"]) if runs else "unknown"  # as long as the SuperLink does not listen
 
     def _environment(self, name: str) -> dict[str, str]:
         path = os.pathsep.join([str(PROGRAMS), os.environ.get("PATH", "")])  # they start each other by name

@@ -32,27 +32,29 @@ class Death:
     Attributes:
         point: Where.
         victim: Who: "self" is the process of the ClientApp or ServerApp that reaches the point.
-        entries: What the party's ledger says once the first run has been given up.
+        end: How Flower says that the first run ended; "completed" where only a party was lost.
+        entries: What the party's ledger says then.
         trained: The steps from which the party's trainings of both runs started.
         spooled: Whether the server has the party's release then.
     """
 
     point: str
     victim: str
+    end: str
     entries: int
     trained: tuple[str, ...] = (FIRST,)
     spooled: bool = False
 
 
 DEATHS = {
-    "SuperNode in training": Death("shop:step-2", "supernode-shop", 1, (FIRST, AGAIN)),
-    "SuperNode before the upload": Death("shop:upload", "supernode-shop", 2),
-    "ClientApp in training": Death("shop:step-2", "self", 1, (FIRST, AGAIN)),
-    "ClientApp with the release in the outbox": Death("shop:outbox", "self", 1),
-    "ServerApp before the spool": Death("shop:spool", "self", 2),
-    "ServerApp after the spool, before the receipt": Death("shop:receipt", "self", 2, spooled=True),
-    "SuperLink in training": Death("shop:step-2", "superlink", 2),  # its SuperNode and ClientApp live, and go on
-    "SuperLink before the receipt arrives": Death("shop:verdict", "superlink", 2, spooled=True),
+    "SuperNode in training": Death("shop:step-2", "supernode-shop", "completed", 1, (FIRST, AGAIN)),
+    "SuperNode before the upload": Death("shop:upload", "supernode-shop", "completed", 2),
+    "ClientApp in training": Death("shop:step-2", "self", "completed", 1, (FIRST, AGAIN)),
+    "ClientApp with the release in the outbox": Death("shop:outbox", "self", "completed", 1),
+    "ServerApp before the spool": Death("shop:spool", "self", "failed", 2),
+    "ServerApp after the spool, before the receipt": Death("shop:receipt", "self", "failed", 2, spooled=True),
+    "SuperLink in training": Death("shop:step-2", "superlink", "failed", 2),  # SuperNode and ClientApp live, and go on
+    "SuperLink before the receipt arrives": Death("shop:verdict", "superlink", "failed", 2, spooled=True),
 }
 
 
@@ -69,14 +71,10 @@ def undisturbed(tmp_path_factory) -> dict[str, bytes]:
 def test_a_second_run_finds_what_the_killed_one_left(name, undisturbed, tmp_path):
     death = DEATHS[name]
     with Deployment(tmp_path) as deployment:
-        (tmp_path / "armed").write_text(f"{death.point} {death.victim}")
+        deployment.arm(death.point, death.victim)
         first = deployment.submit()
-        if death.victim == "self":
-            deployment.wait_until(lambda: not (tmp_path / "armed").exists())
-        else:
-            deployment.wait_for_death(death.victim)
-            deployment.start(death.victim)
-        deployment.wait_for_end(first)
+        deployment.wait_for_kill(first, death.victim)
+        assert deployment.wait_for_end(first) == f"finished:{death.end}"
         deployment.wait_for_nodes()
         deployment.wait_until(lambda: len(kinds(tmp_path, "shop")) == death.entries)
         assert ("shop" in open_spool(tmp_path / "spool").hashes()) == death.spooled
