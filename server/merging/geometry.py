@@ -80,7 +80,9 @@ def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     """Return the Gram matrix of the signals [T, T] and the energy of each party's noise [T].
 
     Products of different parties are shrunk by what chance explains of them, x → x · max(0, 1 - v/x²), where
-    independent noise alone has the variance v = ‖n_t‖² ‖n_s‖² / P. No two signals are more alike than equal.
+    independent noise alone has the variance v = ‖n_t‖² ‖n_s‖² / P. No two signals are more alike than equal. Of parties
+    that trained in subspaces k takes the place of P, as if they had the same one: an upper bound, since the variance is
+    ‖n_t‖² ‖n_s‖² ‖Q_t Q_sᵀ‖² / (k_t k_s), and the server does not hold Q.
 
     >>> signal, energy = split(torch.full((2, 2), 4.0), [Noise(0.75, 10**9, "stated")] * 2)
     >>> signal.tolist(), energy.tolist()
