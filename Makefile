@@ -14,7 +14,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .PHONY: demo test test-all lint assets clean
 
 demo: $(STAMP)
-	$(BIN)/dpmerge assets fetch minilm-l6 trec6 movie product editorial tweet
+	$(BIN)/dpmerge assets fetch minilm-l6 trec6 movie product editorial tweet sms
 	$(BIN)/dpmerge simulate examples/five-organisations.toml --out runs/demo --overwrite
 
 test: $(STAMP) lint assets

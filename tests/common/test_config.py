@@ -325,8 +325,14 @@ def _as_toml(tables: dict) -> str:
     for name, table in tables.items():
         for row in table if isinstance(table, list) else [table]:
             lines.append(f"[[{name}]]" if isinstance(table, list) else f"[{name}]")
-            lines += [f"{key} = {json.dumps(value)}" for key, value in row.items()]
+            lines += [f"{key} = {_inline(value)}" for key, value in row.items()]
     return "\n".join(lines)
+
+
+def _inline(value: object) -> str:
+    if not isinstance(value, dict):
+        return json.dumps(value)
+    return "{" + ", ".join(f"{key} = {json.dumps(item)}" for key, item in value.items()) + "}"
 
 
 def test_files_are_looked_for_when_the_federation_is_loaded(tmp_path):
