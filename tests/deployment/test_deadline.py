@@ -1,6 +1,8 @@
 """The deadline in a run with Flower and Ray: a party that hangs in training holds nobody up, and is gone on with."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -55,7 +57,24 @@ cli.main()
 PLAIN = "from dpmerge.simulations.cli import main; main()"
 
 
-def test_a_party_that_hangs_is_not_waited_for_and_is_trained_to_the_end_later(tmp_path):
+@pytest.fixture
+def start():
+    """Start the command line in a session of its own, of which nothing is left when the test ends."""
+    started: list[subprocess.Popen[str]] = []
+
+    def call(script: str, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, *arguments, "--num-cpus", "2"]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield call
+    for process in started:
+        for number in session(process.pid):
+            os.kill(number, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_party_that_hangs_is_not_waited_for_and_is_trained_to_the_end_later(start, tmp_path):
     path = write_small_federation(tmp_path)
     intake = "[intake]\ndeadline_minutes = 60.0\n[merge]"
     path.write_text(path.read_text().replace("num_steps = 3", "num_steps = 12").replace("[merge]", intake))
@@ -83,11 +102,6 @@ def test_a_party_that_hangs_is_not_waited_for_and_is_trained_to_the_end_later(tm
         undisturbed, federation = tmp_path / "undisturbed", load_federation(path)
         federation_module.run(federation, undisturbed, mode="new", num_cpus=1, progress=Progress("silent"))
     assert release_files(out / "merged") == release_files(undisturbed / "merged")
-
-
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", script, *arguments, "--num-cpus", "2"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def until(holds: Callable[[], bool], process: subprocess.Popen[str]) -> None:
