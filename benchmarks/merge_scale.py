@@ -1,6 +1,7 @@
 """How merging scales with the number of adapters, in seconds and memory, beside PEFT and mergekit.
 
     python benchmarks/merge_scale.py [--quick] [--format json] [--parties 2,8] [--methods "average;ties"] [--limit 600]
+        [--tools ours,peft] [--turns 1]
 
 The adapters: one layer of a Llama of 7 billion weights (q, k, v, o of 4096 x 4096; gate, up of 11008 x 4096; down of
 4096 x 11008), rank 16 on all seven, random A and B, every party with its own A, in folders as PEFT writes them. A job
@@ -61,10 +62,17 @@ OURS: dict[str, dict[str, Any]] = {
     "wudi": {},
     "karcher": {},
 }
-PEFT = {"cat": "concat", "linear": "average", "svd": "average, rank 16", "ties_svd": "ties as PEFT, rank 16"}
-"""What PEFT calls it: what it is here. PEFT's `linear` adds A's and B's apart, which is no sum of weight changes."""
+PEFT = {
+    "cat": "concat",
+    "linear": "average",
+    "svd": "average, rank 16",
+    "ties": "ties",
+    "ties_svd": "ties as PEFT, rank 16",
+}
+"""What PEFT calls it: what is nearest to it here."""
+APART = ("linear", "ties")  # of PEFT, on A's and B's apart, which is no merge of weight changes: timed, not compared
 MERGEKIT = {"ties": "ties as mergekit, full"}
-SAME_WORK = {("peft", name): ours for name, ours in PEFT.items() if name != "linear"} | {
+SAME_WORK = {("peft", name): ours for name, ours in PEFT.items() if name not in APART} | {
     ("mergekit", name): ours for name, ours in MERGEKIT.items()
 }
 
@@ -231,13 +239,14 @@ def plan(arguments: argparse.Namespace, known: dict[str, str]) -> Iterator[tuple
     most = (
         {"ours": 32, "peft": 8, "mergekit": 8} if arguments.quick else dict.fromkeys(("ours", "peft", "mergekit"), 128)
     )
-    for tool, methods in (("ours", OURS), ("peft", PEFT), ("mergekit", MERGEKIT)):
+    for tool, methods in (("ours", {name: name for name in OURS}), ("peft", PEFT), ("mergekit", MERGEKIT)):
         jobs = [
             (parties, method)
             for parties in counts
-            for method in methods
-            if known.get(tool) != "absent"
-            and (method if tool == "ours" else SAME_WORK.get((tool, method), "average")) in chosen
+            for method, ours in methods.items()
+            if tool in arguments.tools.split(",")
+            and known.get(tool) != "absent"
+            and ours in chosen
             and (parties <= most[tool] or (tool == "ours" and method in LINEAR))
         ]
         yield from ((tool, group) for group in ([jobs] if arguments.quick else [[job] for job in jobs]) if group)
@@ -257,7 +266,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 def figures(found: Sequence[Cell]) -> dict[str, float]:
     at = {(cell.tool, cell.method, cell.parties): cell for cell in found}
     ours = [cell for cell in found if cell.tool == "ours"]
-    result = {"peak_rss_over_module": max(cell.memory for cell in ours)}
+    result = {"peak_rss_over_module": max(cell.memory for cell in ours)} if ours else {}
     linear = [cell.memory for cell in ours if cell.method in LINEAR]
     if linear:
         result["peak_rss_over_module_linear"] = max(linear)
@@ -300,6 +309,8 @@ def main() -> None:
     parser.add_argument(
         "--limit", type=int, default=600, help="processor seconds for one method at one number of parties"
     )
+    parser.add_argument("--tools", default="ours,peft,mergekit", help="some of these")
+    parser.add_argument("--turns", type=int, default=1, help="the fastest counts; a first one also loads code")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.parties = arguments.parties or ("2,8,32,128" if arguments.quick else "2,8,32,128,1024")
@@ -308,7 +319,7 @@ def main() -> None:
         return
     known = versions()
     work = list(plan(arguments, known))
-    settings = {"divisor": 8, "turns": 1} if arguments.quick else {"divisor": 1, "turns": 1}
+    settings = {"divisor": 8 if arguments.quick else 1, "turns": arguments.turns}
     found: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
         make_adapters(Path(folder), settings["divisor"], max(parties for _, jobs in work for parties, _ in jobs))

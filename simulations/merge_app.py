@@ -196,9 +196,10 @@ def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
     info = outcome.merged.info
     for absent in info["absent"]:
         print(f"taken as 0: {absent}")
+    norm = "not measured" if info["norm"] is None else f"{info['norm']:.4g}"
     print(
         f"{info['method']} of {len(info['parties'])}: rank {info['rank']}, coefficient {info['coefficient']:.4g}, "
-        f"norm {info['norm']:.4g}, {info['truncation_error']:.2g} of it left out by the rank"
+        f"norm {norm}, {info['truncation_error']:.2g} of it left out by the rank"
     )
     if out is not None:
         print(out)

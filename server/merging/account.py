@@ -2,6 +2,7 @@
 
 It is reported, and no method reads it, so fp32 products are exact enough: they are most of what a sum of many parties
 costs, and take a third of the time. A sum's own norm is read off the parties' inner products where these tell it.
+Beyond 64 parties nothing is measured that costs T² products, so that the account stays linear where the merge is.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.deltas import LARGEST, Factors, Modules
 from dpmerge.server.merging.geometry import cosines
-from dpmerge.server.merging.lowrank import gram, overflow, squared_norm, total_norm
+from dpmerge.server.merging.lowrank import gram, is_short, overflow, squared_norm, total_norm
 from dpmerge.server.merging.recipe import Combined
 
 MAX_OVERLAP_PARTIES = 64  # the matrix costs T² products, which only the methods that need it should pay beyond this
@@ -32,19 +33,14 @@ def measures(modules: Modules, combined: Combined) -> dict[str, Any]:
         DpmergeError: DPM-103 for a merged change with numbers beyond fp32.
     """
     inner = _inner_products(modules)
-    if inner is None:
-        norms = _norms(modules)
-        norm = total_norm(combined.modules.values())
-    else:
-        norms = inner.diagonal().clamp(min=0).sqrt().tolist()
-        norm = _norm_of_sum(inner, combined) or total_norm(combined.modules.values())
-    if not norm <= LARGEST:
-        raise overflow()
     lost = math.hypot(*combined.lost.values())
-    whole = math.hypot(norm, lost)  # what is lost is orthogonal to what is kept
+    norm = _norm(inner, combined)
+    if norm is not None and not norm <= LARGEST:
+        raise overflow()
+    whole = math.hypot(norm or 0.0, lost)  # what is lost is orthogonal to what is kept
     return {
         "coefficient": combined.coefficient,
-        "norms": norms,
+        "norms": _norms(modules) if inner is None else inner.diagonal().clamp(min=0).sqrt().tolist(),
         "overlap": None if inner is None else cosines(inner).tolist(),
         "norm": norm,
         "rank": max(factors.rank for factors in combined.modules.values()),
@@ -62,6 +58,16 @@ def _inner_products(modules: Modules) -> Tensor | None:
 def _norms(modules: Modules) -> list[float]:
     squares = [[squared_norm(item, _precision([item])) for item in factors] for factors in modules.values()]
     return [math.sqrt(math.fsum(column)) for column in zip(*squares, strict=True)]
+
+
+def _norm(inner: Tensor | None, combined: Combined) -> float | None:
+    """Return the norm of what came out, or None for an exact sum of many parties, where it costs more than the sum."""
+    items = combined.modules.values()
+    if inner is None:
+        bound = math.hypot(*(item.bound() for item in items))
+        left_out = bound <= LARGEST and not any(combined.lost.values()) and not all(map(is_short, items))
+        return None if left_out else total_norm(items)
+    return _norm_of_sum(inner, combined) or total_norm(items)
 
 
 def _norm_of_sum(inner: Tensor, combined: Combined) -> float | None:

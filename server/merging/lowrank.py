@@ -109,6 +109,11 @@ def total_norm(factors: Iterable[Factors]) -> float:
     return math.sqrt(sum(squared_norm(item) for item in factors))
 
 
+def is_short(item: Factors) -> bool:
+    """Tell whether ‖τ‖ takes little time: of few ranks, or a matrix beside the identity."""
+    return item.rank <= 4 * BLOCK or _is_identity(item.a) or _is_identity(item.b)
+
+
 def thin_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
     """Return Q [n, k] with orthonormal columns and R [k, c], k = min(n, c), in float64."""
     q, r = torch.linalg.qr(columns.double())

@@ -40,7 +40,8 @@ class Merged:
     Attributes:
         modules: Factors with scaling 1, per module of the base model.
         info: JSON values: `method`, `parameters`, `parties`, `weights`, `coefficient` (used), `norms` (‖τ_t‖ per
-            party), `overlap` (matrix of cosines, or None above 64 parties), `norm`, `rank` (largest),
+            party), `overlap` (matrix of cosines, or None above 64 parties), `norm` (of the result, or None for an exact
+            sum of more than 64 parties whose rank is above 1024), `rank` (largest),
             `truncation_error` (relative, over the whole model), `absent` ("party: module" taken as 0), `robust` (what
             bounding a party's influence did, or None), `statistics_sha256` (of public statistics, or None), `noise`
             (per party `share`, `num_coordinates` and `origin`, or None where nobody asked), `factors` (one per party,

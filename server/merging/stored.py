@@ -23,6 +23,8 @@ from dpmerge.common.untrusted import MAX_HEADER_BYTES, ReleaseRefused, parse_hea
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+PART = 1 << 20  # numbers that are summed at a time
+
 FIX = "send the file as dpmerge wrote it"
 
 
@@ -110,7 +112,8 @@ def frobenius(tensor: Tensor) -> float:
     >>> frobenius(torch.tensor([3.0, 4.0])), frobenius(torch.tensor([3.0, float("nan")]))
     (5.0, nan)
     """
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    parts = torch.split(tensor.flatten(), PART)  # of each, torch makes a copy in float64
+    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
 
 
 def _next(file: io.FileIO, shape: tuple[int, ...], dtype: torch.dtype, origin: str) -> Tensor:

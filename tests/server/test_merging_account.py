@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging import account, lowrank
 from dpmerge.server.merging.deltas import Adapter, Factors
 from dpmerge.server.merging.lowrank import gram, squared_norm
@@ -72,6 +73,23 @@ def test_a_sum_that_all_but_cancels_has_the_norm_that_is_left(rest: float) -> No
     merged = merge([first, second], method="concat", weights={"p0": 1.0, "q": rest - 1})
     left = rest * merged.info["norms"][0]
     assert merged.info["norm"] == pytest.approx(left, rel=1e-2, abs=1e-6 * merged.info["norms"][0])
+
+
+def test_many_parties_have_no_norm_that_costs_more_than_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = adapters(account.MAX_OVERLAP_PARTIES + 1)
+    measured = merge(many, method="concat")
+    assert measured.info["norm"] == pytest.approx(float(whole(measured.modules).norm()), rel=2e-6)
+    monkeypatch.setattr(lowrank, "BLOCK", 4)
+    info = merge(many, method="concat").info
+    assert (info["norm"], info["truncation_error"]) == (None, 0.0)
+    assert info["norms"] == pytest.approx(measured.info["norms"], rel=2e-6)
+    cut = merge(many, method="concat", rank=29)  # the error needs it
+    assert cut.info["norm"] == pytest.approx(float(whole(cut.modules).norm()), rel=2e-6)
+    assert merge(many, method="average").info["norm"] > 0  # a matrix beside the identity
+    many[0].modules["layer.0.query"].source_b.mul_(1e30)
+    many[1].modules["layer.0.query"].source_a.mul_(1e30)
+    with pytest.raises(DpmergeError, match="the merged change is too large for fp32"):
+        merge(many, method="concat", coefficient=1e8)
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e7])
