@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from dpmerge.client.party import make_mechanism
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.signed_release import sign_release
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.config import PartyPlan, parse_federation, party_plan

@@ -9,7 +9,8 @@ from trained_adapters import BASE, plan_of
 
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import FastNoise
-from dpmerge.client.party import lora_views, make_mechanism
+from dpmerge.client.party import lora_views
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.party_model import party_model
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import PrivateData, train

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from dpmerge.client.party import make_mechanism, run_party
+from dpmerge.client.party import run_party
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.config import PartyPlan, parse_federation, party_plan
 from dpmerge.common.model import load_base, lora_shapes

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dpmerge.client import party as party_module
-from dpmerge.client.party import make_mechanism
+from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.config import Federation, load_federation, party_plan
 from dpmerge.common.release import release_files

@@ -46,20 +46,6 @@ def results(*parties):
 
 
 @pytest.fixture
-def dpmerge(monkeypatch, capsys):
-    """Run the command line in this process: arguments → (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
-        monkeypatch.setattr(cli.os, "_exit", sys.exit)  # else an interruption would end the tests themselves
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def job(monkeypatch):
     """Replace the whole job, which has tests of its own, by one that notes its arguments and returns `job.results`."""
     module = types.ModuleType("dpmerge.simulations.federation")

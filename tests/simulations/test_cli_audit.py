@@ -1,28 +1,17 @@
 """`dpmerge audit mechanism`: what it prints, and exit codes that tell the truth."""
 
 import json
-import sys
-import warnings
+from functools import partial
 
 import pytest
 
 from dpmerge.client import audit
 from dpmerge.client.audit import AuditResult
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
-    from dpmerge.simulations import cli
-
 
 @pytest.fixture
-def dpmerge(monkeypatch, capsys):
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", "audit", "mechanism", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
-
-    return call
+def dpmerge(dpmerge):
+    return partial(dpmerge, "audit", "mechanism")
 
 
 def test_sound_mechanism_exits_0(dpmerge):

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import sys
-import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,10 +24,7 @@ from dpmerge.server.evaluate import Accuracy, TaskScores
 from dpmerge.server.merging.card import OVERLAP, POST_PROCESSING
 from dpmerge.server.merging.deltas import read_adapter
 from dpmerge.server.merging.registry import METHODS
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
-    from dpmerge.simulations import cli
+from dpmerge.simulations import cli
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -38,15 +33,12 @@ TARGETS = ["query", "value"]
 
 
 @pytest.fixture
-def dpmerge(monkeypatch, capsys):
+def dpmerge(dpmerge, capsys):
     """Run `dpmerge merge` in this process: arguments → (exit code, stdout, stderr)."""
 
     def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", "merge", *map(str, arguments)])
         capsys.readouterr()  # of what made the adapters
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
+        return dpmerge("merge", *arguments)
 
     return call
 

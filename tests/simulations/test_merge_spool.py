@@ -1,6 +1,5 @@
 """`dpmerge merge --from-spool`: whoever has the spool merges again, to the same bytes, with or without a party."""
 
-import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from dpmerge.common.untrusted import parse_json
 from dpmerge.server.merging.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
 from dpmerge.server.spool import Spool
-from dpmerge.simulations import cli
 from tests.signed_releases import FEDERATION, HEAD, KEY, STRANGER, release, statement
 
 PEFT_SAYS = {"peft_type": "LORA", "bias": "none"}
@@ -34,22 +32,9 @@ def spool(tmp_path):
     return spool
 
 
-@pytest.fixture
-def dpmerge(monkeypatch):
-    """The command line in this process; returns its exit code."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", *arguments])
-        with pytest.raises(SystemExit) as caught:
-            cli.main()
-        return caught.value.code
-
-    return call
-
-
 def merged(dpmerge, tmp_path, *options):
     where = ["--from-spool", str(tmp_path / "spool"), "--out", str(tmp_path / "out")]
-    assert dpmerge("merge", *where, "--method", "average", "--seed", "7", *options) == 0
+    assert dpmerge("merge", *where, "--method", "average", "--seed", "7", *options)[0] == 0
     files = release_files(tmp_path / "out")
     del files[README]  # for people; a simulation writes none
     return files
@@ -81,8 +66,9 @@ def test_a_party_is_left_out_for_once_or_for_good(spool, dpmerge, tmp_path):
         (["--without", "shop"], "--from-spool"),
     ],
 )
-def test_no_spool_or_no_such_party_is_said(spool, dpmerge, tmp_path, capsys, options, code):
+def test_no_spool_or_no_such_party_is_said(spool, dpmerge, tmp_path, options, code):
     options = [str(tmp_path / "spool") if option == "SPOOL" else option for option in options]
-    assert dpmerge("merge", *options, "--out", str(tmp_path / "out")) == 2
-    assert code in capsys.readouterr().err
+    status, _, told = dpmerge("merge", *options, "--out", tmp_path / "out")
+    assert status == 2
+    assert code in told
     assert not (tmp_path / "out").exists()

@@ -1,8 +1,6 @@
 """`dpmerge plan`: numbers that a training then states, no private record read, and sizing where texts are public."""
 
 import json
-import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,10 +11,7 @@ from dpmerge.client.party import run_party
 from dpmerge.common import sizing
 from dpmerge.common.config import load_federation, party_plan
 from dpmerge.common.model import load_base
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
-    from dpmerge.simulations import cli, planning
+from dpmerge.simulations import planning
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -64,7 +59,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def plan(folder, monkeypatch, capsys, tmp_path):
+def plan(folder, monkeypatch, dpmerge, tmp_path):
     """Run the command: settings of the federation, options → (exit code, stdout, stderr)."""
     monkeypatch.setenv("DPMERGE_CACHE", str(tmp_path))
 
@@ -72,10 +67,7 @@ def plan(folder, monkeypatch, capsys, tmp_path):
         monkeypatch.setattr(planning, "FACTORS", factors)  # each scenario is a calibration
         path = folder / "federation.toml"
         path.write_text(FEDERATION.format(subspace=subspace, budget=budget, noise=noise))
-        monkeypatch.setattr(sys, "argv", ["dpmerge", "plan", str(path), *options])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
+        return dpmerge("plan", path, *options)
 
     return call
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import sys
 
 import pytest
 
 from dpmerge.server.spool import Spool
-from dpmerge.simulations import cli
 from tests.signed_releases import STRANGER, signed_files, statement
 
 SENT = {"cinema": signed_files(told=statement("cinema"), key=STRANGER), "shop": signed_files()}
@@ -18,19 +16,6 @@ def folder(tmp_path):
     for party, files in SENT.items():
         Spool(tmp_path / "spool").accept(party, files)
     return tmp_path / "spool"
-
-
-@pytest.fixture
-def dpmerge(monkeypatch, capsys):
-    """The command line in this process: arguments → (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
-
-    return call
 
 
 def shown(dpmerge, folder):

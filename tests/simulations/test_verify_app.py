@@ -1,6 +1,4 @@
 import json
-import sys
-import warnings
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -11,27 +9,10 @@ from dpmerge.client.ledger_checks import check_against_release
 from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
 from dpmerge.common.release import SIGNATURE, release_files, release_hash, to_files, write_files
 from dpmerge.server.receipts import make_receipt
+from dpmerge.simulations.verification import verify_path
 from tests.signed_releases import KEY, SERVER_KEY, STRANGER, release, signed_files, statement
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # typer 0.20 reads names that click 8.5 deprecates
-    from dpmerge.simulations import cli
-    from dpmerge.simulations.verification import verify_path
-
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def dpmerge(monkeypatch, capsys):
-    """Run the command line in this process: arguments → (exit code, stdout, stderr)."""
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            cli.main()
-        return stop.value.code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
