@@ -1,6 +1,6 @@
 """Training few directions made from public text against training all of LoRA: own and merged accuracy at equal ε.
 
-    python benchmarks/low_dimension.py [--quick] [--format json|markdown] [--ablation k,clip,refresh,allocation]
+    python benchmarks/low_dimension.py [--quick] [--format json|markdown] [--ablation k,clip,refresh,allocation,pull]
 
 Five tasks, ε = 1 and 8 by PLD, three seeds; every arm draws records and noise from the same seeds, and meets the ε
 with the noise that its own mechanism needs. Own and merged (`average`, and `geometry`, whose coefficient needs no data)
@@ -30,7 +30,7 @@ from dpmerge.common.config import PartyPlan
 from dpmerge.server.merging.deltas import Adapter, read_adapter
 
 Arm = Mapping[str, Any]
-"""Learning rate, clip norm, and what the arm changes of `[lora]` and `[training] subspace`."""
+"""Learning rate, clip norm, and what the arm changes of `[lora]` and of `[training]`'s pull and subspace."""
 
 # Tuned at ε = 1 on sms, bbc and mail, with the public texts of news: a dozen settings of the full arm, three or four of
 # each other. No party below has any of these tasks. The texts of sms are the related ones here, those of mail
@@ -63,6 +63,7 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
         "allocation public": changed(allocation="public"),
         "allocation history": changed(allocation="history", refresh_every_steps=10),
     },
+    "pull": {"no pull": {**PUBLIC, "alignment": 0.0}},
 }
 ALL_ARMS = ARMS | {name: arm for group in ABLATIONS.values() for name, arm in group.items()}
 
@@ -142,7 +143,7 @@ def read_options() -> argparse.Namespace:
 def plan_of_arm(task: str, arm: str, epsilon: float, seed: int) -> PartyPlan:
     """Return the plan of one party's training."""
     settings = ALL_ARMS[arm]
-    training = {key: settings[key] for key in ("learning_rate", "subspace") if key in settings}
+    training = {key: settings[key] for key in ("learning_rate", "alignment", "subspace") if key in settings}
     return plan_of(task, epsilon, seed, training, lora=settings.get("lora"), l2_clip_norm=settings["l2_clip_norm"])
 
 
