@@ -48,8 +48,12 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
 
     if not whole_model:
         return per_module(modules, rule, recipe.factor)
-    bases = {name: _bases(factors) for name, factors in modules.items()}
-    combined = method({name: coordinates(*bases[name], factors) for name, factors in modules.items()}, recipe)
+    bases, cores = {}, {}
+    for name, factors in modules.items():
+        q_b, q_a = _bases(factors)
+        cores[name] = coordinates(q_b, q_a, factors)
+        bases[name] = q_b.float(), q_a.float()  # all modules' are held, and what is lifted is rounded to fp32 anyway
+    combined = method(cores, recipe)
     lifted = {name: _lifted(*bases[name], item).on("cpu") for name, item in combined.modules.items()}
     return replace(combined, modules=lifted)
 
@@ -197,5 +201,5 @@ def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
 
 
 def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
-    a, b = item.a.to(q_a), item.b.to(q_b)
-    return Factors((a @ q_a.T).float(), (q_b @ b).float(), item.scaling)
+    q_b, q_a = q_b.double(), q_a.double()
+    return Factors((item.a.to(q_a) @ q_a.T).float(), (q_b @ item.b.to(q_b)).float(), item.scaling)
