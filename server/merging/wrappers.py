@@ -54,7 +54,7 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
         cores[name] = coordinates(q_b, q_a, factors)
         bases[name] = q_b.float(), q_a.float()  # all modules' are held, and what is lifted is rounded to fp32 anyway
     combined = method(cores, recipe)
-    lifted = {name: _lifted(*bases[name], item).on("cpu") for name, item in combined.modules.items()}
+    lifted = {name: _lifted(*bases.pop(name), item).on("cpu") for name, item in combined.modules.items()}
     return replace(combined, modules=lifted)
 
 
