@@ -1,6 +1,6 @@
 """Training few directions made from public text against training all of LoRA: own and merged accuracy at equal ε.
 
-    python benchmarks/low_dimension.py [--quick] [--format json|markdown] [--ablation k,clip,refresh,allocation,pull]
+    python benchmarks/low_dimension.py [--quick] [--format json|markdown] [--ablation k,clip,refresh,…]
 
 Five tasks, ε = 1 and 8 by PLD, three seeds; every arm draws records and noise from the same seeds, and meets the ε
 with the noise that its own mechanism needs. Own and merged (`average`, and `geometry`, whose coefficient needs no data)
@@ -64,6 +64,7 @@ ABLATIONS: dict[str, dict[str, Arm]] = {
         "allocation history": changed(allocation="history", refresh_every_steps=10),
     },
     "pull": {"no pull": {**PUBLIC, "alignment": 0.0}},
+    "combined": {"all combined": changed(k="auto", clip="quantile", allocation="public", refresh_every_steps=20)},
 }
 ALL_ARMS = ARMS | {name: arm for group in ABLATIONS.values() for name, arm in group.items()}
 
