@@ -15,6 +15,7 @@ Deviations: the projection comes before clipping, and the basis is taken from Lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -219,7 +220,10 @@ class Subspace:
         elif self._settings.allocation == "history":
             turn = old.rows @ basis.rows.T  # from the old coordinates to the new
             noise = (turn * (noise_std * old_scales)[:, None]).square().sum(0)
-            energies = (self._history @ turn).square().mean(0) - noise
+            # Σd² = k, so noise_std² is a direction's noise on average, and what a mean of its squares strays by the least
+            # that can be known: below it D⁻¹ would blow up what nothing is known of, and clipping would take the rest
+            least = noise_std**2 * math.sqrt(2 / len(self._history))
+            energies = ((self._history @ turn).square().mean(0) - noise).clamp_min(least)
         self._reference = self._gradients.theta.clone()
         self.vector = torch.zeros_like(self.vector)
         self._history = self._history[:0]
@@ -279,8 +283,7 @@ def noise_scales(k: int, energies: Tensor | None) -> Tensor:
     """Return D [k] float64, Σd² = k, for mean squares e of the gradient along each direction; None is uniform.
 
     d_i ∝ e_i^¼ has the least total noise σ²C²Σd² among all D with the same E‖D⁻¹g‖² = Σ e_i/d_i², hence the same
-    clipping: setting the derivative of Σd² + μ Σ e/d² to zero gives d⁴ = μe. What a history of noisy gradients puts
-    below zero is raised to the floor.
+    clipping: setting the derivative of Σd² + μ Σ e/d² to zero gives d⁴ = μe.
 
     >>> noise_scales(2, torch.tensor([16.0, 1.0])).square()
     tensor([1.6000, 0.4000], dtype=torch.float64)

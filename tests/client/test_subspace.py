@@ -115,7 +115,21 @@ def test_history_finds_the_direction_that_moved_in_the_next_basis(gradients):
         space.place(torch.tensor([0.01, 0.02, sign * 5.0]))
     assert space.refresh(4, noise_std=0.1)
     assert space.scales.argmax() == 0
-    assert space.scales[0] > 50 * space.scales[1]
+    assert 5 < space.scales[0] / space.scales[1] < 10  # a fourth root of energies, the small one no less than its error
+
+
+def test_a_history_of_noise_alone_spreads_noise_almost_evenly(gradients):
+    """Directions that only chance, or none of the old ones, tells of must not take the clip norm from the others."""
+    k = 6
+    old, new = random_basis(12, k, "0"), random_basis(12, k, "1")
+    bases = [old, Basis(torch.cat([old.rows[:3], new.rows[3:]]), old.coordinates)]
+    settings = SubspaceSettings(k=k, public="none", allocation="history", refresh_every_steps=10)
+    space = Subspace(gradients, settings, bases.__getitem__)
+    noise = 0.3 * torch.randn(10, k, generator=torch.Generator().manual_seed(3))
+    for answer in noise:
+        space.place(answer)
+    assert space.refresh(10, noise_std=0.3)
+    assert space.scales.max() < 2 * space.scales.min()
 
 
 def test_the_free_clip_norm_is_a_quantile_of_public_gradients(gradients):
