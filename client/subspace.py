@@ -220,8 +220,8 @@ class Subspace:
         elif self._settings.allocation == "history":
             turn = old.rows @ basis.rows.T  # from the old coordinates to the new
             noise = (turn * (noise_std * old_scales)[:, None]).square().sum(0)
-            # Σd² = k, so noise_std² is a direction's noise on average, and what a mean of its squares strays by the least
-            # that can be known: below it D⁻¹ would blow up what nothing is known of, and clipping would take the rest
+            # Σd² = k, so noise_std² is a direction's noise on average, and what a mean of its squares strays by is the
+            # least that can be known: below, D⁻¹ would blow up what nothing is known of, and clipping take the rest
             least = noise_std**2 * math.sqrt(2 / len(self._history))
             energies = ((self._history @ turn).square().mean(0) - noise).clamp_min(least)
         self._reference = self._gradients.theta.clone()
