@@ -51,8 +51,8 @@ def leading_subspace(matrix: Tensor, rank: int) -> Tensor:
             break
         basis = torch.cat([basis, block], 1)
         rows = torch.cat([rows, block.float().T @ matrix])
-        products = rows.double() @ rows.double().T
-        values, vectors = torch.linalg.eigh(products)
+        wide = rows.double()
+        values, vectors = torch.linalg.eigh(wide @ wide.T)
         before, held = held, float(values[-rank:].sum())
         if held - before <= ENOUGH * held:
             break

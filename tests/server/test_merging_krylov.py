@@ -75,10 +75,13 @@ def test_directions_come_largest_first() -> None:
     assert bool((lengths.diff() <= 1e-4 * lengths[0]).all())
 
 
-def test_wide_results_are_decomposed_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("large", "rank"), [(1024, 8), (100, 200)])
+def test_small_matrices_and_many_directions_are_decomposed_exactly(
+    large: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
-    matrix = noise()
+    monkeypatch.setattr(krylov, "LARGE", large)
     monkeypatch.setattr(lowrank, "leading_subspace", None)
-    for rank in (8, 200):  # a small matrix, and more directions than blocks may hold
-        _, lost = factorise(matrix, rank)
-        assert lost == pytest.approx(math.hypot(*torch.linalg.svdvals(matrix.double())[rank:].tolist()), rel=1e-6)
+    matrix = noise()
+    _, lost = factorise(matrix, rank)
+    assert lost == pytest.approx(math.hypot(*torch.linalg.svdvals(matrix.double())[rank:].tolist()), rel=1e-6)
