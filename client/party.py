@@ -142,6 +142,8 @@ def _train(
 ) -> Release:
     config = adapter_config(base, plan.lora)
     model = party_model(base, plan)
+    for note in model.notes:
+        append_log(folder, f"{note}\n")
 
     if activations is None:
         activations = Activations(
@@ -157,7 +159,7 @@ def _train(
     users = None if records.users is None else Users(records.users)
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
 
-    with _gradients(model.classifier, plan, folder) as gradients:
+    with _gradients(model, plan, folder) as gradients:
         _check_independent(gradients, model, plan)
         corpus = _public_corpus(plan, records, folder)
         space = trained_space(plan, model, gradients, corpus)
@@ -198,10 +200,10 @@ def _train(
     )
 
 
-def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExampleGradients:
+def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGradients:
     """Return the gradients of the classifier; a physical batch below the expected one is said in the party's log."""
-    wanted, budget = plan.training.expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
-    gradients = PerExampleGradients(classifier, max_examples=wanted, memory_budget_bytes=budget)
+    wanted, budget = model.max_examples or plan.training.expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
+    gradients = PerExampleGradients(model.classifier, max_examples=wanted, memory_budget_bytes=budget)
     if gradients.capacity < wanted:
         append_log(
             folder,

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
+from dpmerge.common.architecture import check_config, check_encoder, find_layers
 from dpmerge.common.assets import ASSETS, model_folder
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import PEFT_PREFIX
@@ -80,8 +82,12 @@ def load_base(name: str) -> Base:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
+        config = AutoConfig.from_pretrained(source)
+        check_config(config, name)
         encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
+    except DpmergeError:
+        raise
     except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DpmergeError(
@@ -90,9 +96,9 @@ def load_base(name: str) -> Base:
             f"give one of {', '.join(aliases)}, "
             "a folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    _choose_filler(tokenizer, name)
     encoder.eval().requires_grad_(False)
+    check_encoder(encoder, name)
     public_name = name if is_alias or not Path(name).exists() else Path(name).resolve().name
     encoder.name_or_path = public_name  # PEFT copies it into every adapter_config.json
     return Base(
@@ -100,8 +106,17 @@ def load_base(name: str) -> Base:
         encoder=encoder,
         tokenizer=tokenizer,
         sha256=_base_hash(encoder, tokenizer),
-        layers=_find_layers(encoder, name),
+        layers=find_layers(encoder, name),
     )
+
+
+def _choose_filler(tokenizer: Any, name: str) -> None:
+    """Let the tokenizer pad with some token of its own; what it is does not matter, since padding is masked."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
+    if tokenizer.pad_token_id is None:
+        fix = "name a pad_token in the tokenizer's configuration"
+        raise DpmergeError("DPM-204", f"the tokenizer of base.model = {name!r} has no token to pad with", fix)
 
 
 def _base_hash(encoder: nn.Module, tokenizer: Any) -> str:
@@ -120,19 +135,6 @@ def _base_hash(encoder: nn.Module, tokenizer: Any) -> str:
         rules.no_padding()
     digest.update((rules.to_str() if rules is not None else repr(sorted(tokenizer.get_vocab().items()))).encode())
     return digest.hexdigest()
-
-
-def _find_layers(encoder: nn.Module, name: str) -> str:
-    """Return the dotted name of the longest `ModuleList` outside any other: the stack of transformer layers."""
-    stacks = {
-        key: module for key, module in encoder.named_modules() if isinstance(module, nn.ModuleList) and len(module)
-    }
-    outermost = {k: m for k, m in stacks.items() if not any(k.startswith(other + ".") for other in stacks)}
-    if not outermost:
-        raise DpmergeError(
-            "DPM-204", f"base.model = {name!r} has no stack of layers", "choose a transformer encoder or decoder"
-        )
-    return str(max(outermost, key=lambda key: len(outermost[key])))
 
 
 def adapted_layers(base: Base, layers: str | Sequence[int]) -> tuple[int, ...]:
@@ -175,7 +177,7 @@ def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
     for index in adapted_layers(base, lora.layers):
         prefix = f"{base.layers}.{index}"
         for name, module in base.encoder.get_submodule(prefix).named_modules():
-            if not isinstance(module, nn.Linear):
+            if not isinstance(module, nn.Linear | Conv1D):
                 continue
             available.add(name)
             hits = {target for target in wanted if name == target or name.endswith("." + target)}
@@ -183,7 +185,7 @@ def target_modules(base: Base, lora: LoraSettings) -> tuple[str, ...]:
                 chosen.append(f"{prefix}.{name}")
                 matched |= hits
     if not available:
-        fix = "choose a model whose layers are made of torch.nn.Linear, which GPT-2's are not"
+        fix = "choose a model whose layers are made of torch.nn.Linear, or of GPT-2's Conv1D"
         raise DpmergeError("DPM-204", f"{base.name} has no linear module in the layers {lora.layers!r}", fix)
     unmatched = [] if isinstance(wanted, str) else [target for target in wanted if target not in matched]
     if unmatched or not chosen:
@@ -201,8 +203,8 @@ def lora_shapes(base: Base, lora: LoraSettings) -> dict[str, tuple[int, int]]:
     Raises:
         DpmergeError: DPM-103 if the rank is larger than a width: such a change is no longer of low rank.
     """
-    modules = {name: cast(nn.Linear, base.encoder.get_submodule(name)) for name in target_modules(base, lora)}
-    shapes = {name: (module.out_features, module.in_features) for name, module in modules.items()}
+    modules = {name: base.encoder.get_submodule(name) for name in target_modules(base, lora)}
+    shapes = {name: _widths(module) for name, module in modules.items()}
     name, smallest = min(shapes.items(), key=lambda item: min(item[1]))
     if lora.rank > min(smallest):
         raise DpmergeError(
@@ -213,13 +215,22 @@ def lora_shapes(base: Base, lora: LoraSettings) -> dict[str, tuple[int, int]]:
     return shapes
 
 
+def _widths(module: Any) -> tuple[int, int]:
+    """Return (width_out, width_in); Conv1D, a linear layer for all its name, stores its weight as [in, out]."""
+    if isinstance(module, Conv1D):
+        return int(module.weight.shape[1]), int(module.weight.shape[0])
+    return int(module.out_features), int(module.in_features)
+
+
 def lora_config(base: Base, lora: LoraSettings) -> LoraConfig:
     """Return PEFT's configuration for these settings: explicit targets, no dropout, no bias."""
+    targets = target_modules(base, lora)
     return LoraConfig(
         base_model_name_or_path=base.name,
         r=lora.rank,
         lora_alpha=lora.alpha,
-        target_modules=list(target_modules(base, lora)),
+        target_modules=list(targets),
+        fan_in_fan_out=all(isinstance(base.encoder.get_submodule(name), Conv1D) for name in targets),
         lora_dropout=0.0,
         bias="none",
         use_rslora=lora.rslora,

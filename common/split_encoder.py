@@ -7,7 +7,7 @@ evaluation go on from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,74 +15,130 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from dpmerge.common.architecture import num_positions
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import Base
 
 LENGTH_STEP = 4
 """Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
 
-
-class _Replace(nn.Module):
-    """Stands where the trunk was: returns the given hidden states whatever comes in."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> Tensor:
-        return self.hidden
+Forward = Callable[..., Any]
 
 
-class _Record(nn.Module):
-    """Stands above the trunk: keeps the hidden states that come in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden: Tensor | None = None
-
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        self.hidden = hidden_states
-        return hidden_states
+class _ReachedSplitError(Exception):
+    """Leaves the model's forward at the split: the layers above need not run."""
 
 
 class SplitEncoder:
     """An encoder run in two halves that meet at the input of the first adapted layer.
 
-    Masks, positions and the final norm stay the model's own: each half runs the model's own forward with the other
-    half's layers exchanged for a stand-in.
+    Each half is the model's own forward, with every layer in its place. Masks, positions, the choice of a layer's
+    kind by its index and the final norm are therefore the model's own. The lower half is left at the split. In the
+    upper half the layers below hand on what they are given, and the first one above is given the hidden states.
+
+    A split at index 0 leaves nothing to cache: its lower half returns the token ids, and its upper half is the whole
+    model, whatever its architecture.
     """
 
     def __init__(self, encoder: nn.Module, layers: str, first: int) -> None:
         """Split `encoder`, bare or wrapped by PEFT, at index `first` of the layer stack of that dotted name."""
         inner = encoder.get_base_model() if isinstance(encoder, PeftModel) else encoder
-        parent, _, self._attribute = layers.rpartition(".")
         self._encoder = cast(nn.Module, inner)
-        self._parent = self._encoder.get_submodule(parent)
-        self._stack = cast(nn.ModuleList, getattr(self._parent, self._attribute))
+        stack = list(cast(nn.ModuleList, self._encoder.get_submodule(layers)))
+        if not 0 <= first < len(stack):
+            raise ValueError(f"Expected first={first} to be the index of one of {len(stack)} layers.")
+        self._below, self._resumed = stack[:first], stack[first]
+        self._tuple_sizes: dict[nn.Module, int | None] = {}
         self.first = first
 
-    @contextmanager
-    def _layers(self, layers: Sequence[nn.Module]) -> Iterator[None]:
-        setattr(self._parent, self._attribute, nn.ModuleList(layers))
-        try:
-            yield
-        finally:
-            setattr(self._parent, self._attribute, self._stack)
+    def whole(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Run the model's own forward: token ids [n, length] → last hidden state [n, length, width]."""
+        output = self._encoder(input_ids=input_ids, attention_mask=attention_mask)
+        return cast(Tensor, output.last_hidden_state)
 
     @torch.no_grad()
     def trunk(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Run the layers below the split: token ids [n, length] → hidden states [n, length, width]."""
-        record = _Record()
-        with self._layers([*self._stack[: self.first], record]):
-            self._encoder(input_ids=input_ids, attention_mask=attention_mask)
-        return cast(Tensor, record.hidden)
+        """Run the layers below the split: token ids [n, length] → hidden states [n, length, width].
+
+        At index 0 it is token ids → token ids.
+        """
+        if self.first == 0:
+            return input_ids
+        reached: list[Tensor] = []
+
+        def leave(*args: Any, **kwargs: Any) -> None:
+            reached.append(args[0] if args else kwargs["hidden_states"])
+            raise _ReachedSplitError
+
+        replaced: dict[nn.Module, Forward] = {layer: self._noting(layer) for layer in self._below}
+        with _forwards(replaced | {self._resumed: leave}):
+            try:
+                self.whole(input_ids, attention_mask)
+            except _ReachedSplitError:
+                return reached[0]
+        raise RuntimeError("The model's forward never reached the layer at the split.")
 
     def top(self, hidden: Tensor, attention_mask: Tensor) -> Tensor:
-        """Run the split's upper half: hidden states [n, length, width] → last hidden state [n, length, width]."""
+        """Run the split's upper half: what `trunk` returned → last hidden state [n, length, width]."""
+        if self.first == 0:
+            return self.whole(hidden, attention_mask)
         placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with self._layers([_Replace(hidden), *self._stack[self.first :]]):
-            output = self._encoder(input_ids=placeholder, attention_mask=attention_mask)
-        return cast(Tensor, output.last_hidden_state)
+        if not self._tuple_sizes:
+            self.trunk(placeholder[:1], attention_mask[:1])
+        replaced = {layer: _hand_on(self._tuple_sizes[layer]) for layer in self._below}
+        with _forwards(replaced | {self._resumed: _given(hidden, self._resumed.forward)}):
+            return self.whole(placeholder, attention_mask)
+
+    def _noting(self, layer: nn.Module) -> Forward:
+        """Return the layer's forward, which also notes whether it returns a tensor or a tuple of how many."""
+        own = layer.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            self._tuple_sizes[layer] = len(output) if isinstance(output, tuple) else None
+            return output
+
+        return forward
+
+
+def _hand_on(tuple_size: int | None) -> Forward:
+    """Return a layer's forward that does nothing, in the form in which that layer returns hidden states."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return hidden if tuple_size is None else (hidden, *[None] * (tuple_size - 1))
+
+    return forward
+
+
+def _given(hidden: Tensor, own: Forward) -> Forward:
+    """Return a layer's forward that is given `hidden` at its first call; a shared layer is called more often."""
+    waiting = [hidden]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not waiting:
+            return own(*args, **kwargs)
+        if args:
+            return own(waiting.pop(), *args[1:], **kwargs)
+        return own(**kwargs | {"hidden_states": waiting.pop()})
+
+    return forward
+
+
+@contextmanager
+def _forwards(replaced: dict[nn.Module, Forward]) -> Iterator[None]:
+    """Exchange modules' forwards for a while. They stay the same modules, with all that a model reads off them."""
+    earlier = {module: module.__dict__.get("forward") for module in replaced}
+    for module, forward in replaced.items():
+        module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in earlier.items():
+            if own is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = own
 
 
 def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
@@ -131,8 +187,8 @@ def check_length(base: Base, max_length: int) -> None:
     Raises:
         DpmergeError: DPM-103 with the number of positions.
     """
-    positions = getattr(base.encoder.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and padded_length(max_length) > positions:
+    positions = num_positions(base.encoder)
+    if positions is not None and padded_length(max_length) > positions:
         raise DpmergeError(
             "DPM-103",
             f"base.max_length = {max_length} is more than the {positions} positions of {base.name}",

@@ -1,12 +1,16 @@
 """Accuracies on public test data: base model, each party's own model, and the merged model.
 
 Adapters are opened with PEFT from the folders that were released, so what is measured is what anybody else would load.
+The encoder is split below them for speed only where the split agrees with the model as PEFT runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +23,15 @@ from dpmerge.common.heads import logits
 from dpmerge.common.model import Base
 from dpmerge.common.records import Records
 from dpmerge.common.release import Head
+from dpmerge.common.split_check import PUBLIC_TEXTS, checked_split, public_batches
 from dpmerge.common.split_encoder import SplitEncoder, pool
 
 EVALUATION_BATCH = 64
+NUM_SAMPLED_TEXTS = 2
+"""Test records per task on which the split is held against the whole model."""
+MAX_SAMPLED_TASKS = 8
+
+_log = logging.getLogger("flwr")  # Flower's log is the server's
 
 
 @dataclass(frozen=True)
@@ -95,7 +105,7 @@ def evaluate(
     for party, folder in adapters.items():
         model.load_adapter(str(folder), adapter_name=f"party-{party}")
     model.eval()
-    split = SplitEncoder(model, base.layers, first_layer)
+    split = _split(base, model, first_layer, [task.records.texts for task in tasks.values()], max_length)
     scores = {}
     for num_done, (party, task) in enumerate(tasks.items(), start=1):
         data = Activations(base, split, task.records.texts, max_length=max_length)
@@ -111,6 +121,26 @@ def evaluate(
         scores[party] = TaskScores(of_base, by_adapter, of_merged)
         on_task(num_done)
     return scores
+
+
+def _split(
+    base: Base, model: PeftModel, first_layer: int, texts: Sequence[Sequence[str]], max_length: int
+) -> SplitEncoder:
+    """Split the model where it agrees with itself as PEFT runs it, under every adapter and under none, on a sample."""
+    sample = [text for of_task in texts[:MAX_SAMPLED_TASKS] for text in of_task[:NUM_SAMPLED_TEXTS]]
+    variants = [partial(_only, model, name) for name in model.peft_config]
+    batches = public_batches(base, max_length, [*PUBLIC_TEXTS, *sample])
+    model.set_adapter("merged")
+    split, note = checked_split(base, model, first_layer, batches, [*variants, model.disable_adapter])
+    if note:
+        _log.warning("evaluation: %s", note)
+    return split
+
+
+@contextmanager
+def _only(model: PeftModel, adapter: str) -> Iterator[None]:
+    model.set_adapter(adapter)
+    yield
 
 
 @torch.no_grad()

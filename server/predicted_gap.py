@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.heads import logits
 from dpmerge.common.model import Base
 from dpmerge.common.release import Head
+from dpmerge.common.split_check import checked_split, public_batches
 from dpmerge.common.split_encoder import SplitEncoder, pool
 from dpmerge.server.evaluate import EVALUATION_BATCH, PublicTask
 
 STEP = 0.25  # of the way from the own model to the merged one: short enough to be near, long enough for fp32
 NODES = (-STEP, 0.0, STEP, 2 * STEP)
+
+_log = logging.getLogger("flwr")  # Flower's log is the server's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +72,9 @@ def predicted_gaps(
     Deviations: the derivatives are those along Δ_t itself in place of the worst direction's, by finite differences.
     """
     model = PeftModel.from_pretrained(cast(Any, base.encoder), str(merged), adapter_name="merged")
-    split = SplitEncoder(model, base.layers, first_layer)
+    split, note = checked_split(base, model, first_layer, public_batches(base, max_length))
+    if note:
+        _log.warning("prediction: %s", note)
     gaps = {}
     for party in sorted(tasks.keys() & own.keys()):
         name = f"own-{party}"

@@ -125,7 +125,8 @@ def forecast(plan: PartyPlan, *, full_grid: bool = False) -> Forecast:
         plan.lora.rank * (width_out + width_in) for width_out, width_in in lora_shapes(base, plan.lora).values()
     )
     model = party_model(base, plan)
-    with PerExampleGradients(model.classifier, max_examples=plan.training.expected_batch_size) as gradients:
+    num_examples = model.max_examples or plan.training.expected_batch_size
+    with PerExampleGradients(model.classifier, max_examples=num_examples) as gradients:
         directions = _directions(plan, model, gradients)
         mechanism, size = _sized(plan, directions, gradients.theta.numel())
         cost = _cost(plan, model, gradients, mechanism, tensors + model.head.weight.numel())
