@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -72,28 +74,37 @@ def predicted_gaps(
     Deviations: the derivatives are those along Δ_t itself in place of the worst direction's, by finite differences.
     """
     model = PeftModel.from_pretrained(cast(Any, base.encoder), str(merged), adapter_name="merged")
-    split, note = checked_split(base, model, first_layer, public_batches(base, max_length))
-    if note:
-        _log.warning("prediction: %s", note)
+    texts = public_batches(base, max_length)
     gaps = {}
     for party in sorted(tasks.keys() & own.keys()):
         name = f"own-{party}"
         model.load_adapter(str(own[party]), adapter_name=name)
         model.base_model.set_adapter([name, "merged"])
         model.eval()
+        at = partial(_at, model, name)
+        split, note = checked_split(base, model, first_layer, texts, [partial(at, 0.0), partial(at, 1.0)])
+        if note:
+            _log.warning("prediction of %s: %s", party, note)
         task = tasks[party]
         data = Activations(base, split, task.records.texts, max_length=max_length)
         labels = torch.tensor(task.records.labels)
         losses = []
         for place in (*NODES, 1.0):
-            for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
-                layer.set_scale(name, 1 - place)
-                layer.set_scale("merged", place)
-            losses.append(_loss(split, data, labels, task.head))
+            with at(place):
+                losses.append(_loss(split, data, labels, task.head))
         slope, curvature, third_order = expansion(losses[:4])
         measured = losses[4] - losses[1]
         gaps[party] = PredictedGap(slope=slope, curvature=curvature, third_order=third_order, measured=measured)
     return gaps
+
+
+@contextmanager
+def _at(model: PeftModel, own: str, place: float) -> Iterator[None]:
+    """Put the model at 0 (its own adapter), 1 (the merged one), or in between or beyond."""
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        layer.set_scale(own, 1 - place)
+        layer.set_scale("merged", place)
+    yield
 
 
 def expansion(losses: list[float]) -> tuple[float, float, float]:
