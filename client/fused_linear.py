@@ -46,11 +46,10 @@ class _LoraFunction(torch.autograd.Function):
         h = F.linear(x.to(a.dtype), a) * scaling
         ctx.save_for_backward(x if slot_a else None, h, a, b)
         ctx.scaling, ctx.rows, ctx.slots, ctx.x_dtype = scaling, rows, (slot_a, slot_b), x.dtype
-        y = torch.empty(
-            base.shape, dtype=b.dtype, device=base.device
-        )  # no view: models such as Falcon add to it in place
-        torch.addmm(base.to(b.dtype).flatten(0, -2), h.flatten(0, -2), b.t(), out=y.view(-1, y.shape[-1]))
-        return y.to(base.dtype)
+        y = torch.addmm(base.to(b.dtype).flatten(0, -2), h.flatten(0, -2), b.t())
+        # As `F.linear` does it: a view would forbid models such as Falcon to add to the output in place.
+        result: Tensor = torch.ops.aten._unsafe_view(y, base.shape).to(base.dtype)
+        return result
 
     @staticmethod
     @once_differentiable
