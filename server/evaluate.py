@@ -27,8 +27,8 @@ from dpmerge.common.split_check import PUBLIC_TEXTS, checked_split, public_batch
 from dpmerge.common.split_encoder import SplitEncoder, pool
 
 EVALUATION_BATCH = 64
-NUM_SAMPLED_TEXTS = 2
-"""Test records per task on which the split is held against the whole model."""
+NUM_SAMPLED_TEXTS = 1
+"""Test records per task on which the split is held against the whole model, beside public sentences."""
 MAX_SAMPLED_TASKS = 8
 
 _log = logging.getLogger("flwr")  # Flower's log is the server's
