@@ -22,6 +22,8 @@ CODES = {
     "DPM-301": "output folder in the way",
     "DPM-302": "resume refused",
     "DPM-303": "results cannot be read",
+    "DPM-304": "simulation cannot be started",
+    "DPM-305": "files cannot be written",
     "DPM-401": "release refused",
     "DPM-402": "releases cannot be merged",
     "DPM-403": "no release to merge",

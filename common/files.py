@@ -1,7 +1,15 @@
 """Writing a file in one step: whoever looks finds the old content or the new, whatever happens in between."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from dpmerge.common.errors import DpmergeError
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""What an `OSError` says of storage that takes no more; nothing in a configuration can mend it."""
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
@@ -21,7 +29,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
     temporary = temporary_of(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             if mode is not None:
                 os.fchmod(descriptor, mode)  # a file that an interrupted writer left keeps the rights it had
             file.write(data.encode() if isinstance(data, str) else data)
@@ -34,6 +42,28 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
         raise
     if durable:
         fsync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say which file an `OSError` of the block is about: the operating system names none when a write fails."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is not None and problem.filename is None:
+            problem.filename = str(path)
+        raise
+
+
+def storage_refusal(problem: OSError) -> DpmergeError:
+    """Return what to tell the person whose storage is full: which file it was, and how to go on.
+
+    >>> storage_refusal(OSError(errno.ENOSPC, "No space left on device", "runs/a/log.txt")).problem
+    'runs/a/log.txt cannot be written: No space left on device'
+    """
+    file = problem.filename or "a file"
+    fix = "make room, then run it again (simulate: with --resume, which repeats nothing that is finished)"
+    return DpmergeError("DPM-305", f"{file} cannot be written: {problem.strerror}", fix)
 
 
 def temporary_of(path: Path) -> Path:

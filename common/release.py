@@ -31,7 +31,7 @@ from torch import Tensor
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import fsync_folder
+from dpmerge.common.files import fsync_folder, naming
 from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
@@ -220,7 +220,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     temporary.mkdir()
     try:
-        yield temporary
+        with naming(folder):
+            yield temporary
         for path in sorted(temporary.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import ray
 from flwr.app import Context
 from flwr.simulation import run_simulation
 
@@ -26,10 +25,9 @@ from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.reception import Reception
 from dpmerge.simulations.founding import Founding
+from dpmerge.simulations.local_ray import local_ray
 from dpmerge.simulations.progress import Progress
 
-OBJECT_STORE_BYTES = 256 * 2**20
-"""Ray's shared memory: only messages and releases pass through it."""
 PROGRESS_EVERY_SECONDS = 0.5
 END_WITHIN_SECONDS = 0.5
 PARTIES = "parties"
@@ -75,24 +73,16 @@ def collect(
             on_late=over.touch,
         )
         try:
-            run_simulation(
-                server_app=app,
-                client_app=client_app(_site_finder(sites, over)),
-                num_supernodes=len(plans),
-                backend_name="ray",
-                backend_config={
-                    "client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0},
-                    "init_args": {
-                        "num_cpus": cores,
-                        "include_dashboard": False,
-                        "log_to_driver": False,
-                        "object_store_memory": OBJECT_STORE_BYTES,
-                    },
-                },
-            )
+            with local_ray(cores):
+                run_simulation(
+                    server_app=app,
+                    client_app=client_app(_site_finder(sites, over)),
+                    num_supernodes=len(plans),
+                    backend_name="ray",
+                    backend_config={"client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0}},
+                )
         finally:
             stop.set()
-            ray.shutdown()
     return collection
 
 
@@ -150,6 +140,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (*settings, "PYTHONPATH")}
     os.environ.update(settings)
     handler = logging.FileHandler(log_file)
+    raises, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk is said once, by the run
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "ray")]
     handlers = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
@@ -161,6 +152,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
         for logger, own, propagate in handlers:
             logger.handlers, logger.propagate = own, propagate
         handler.close()
+        logging.raiseExceptions = raises
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
