@@ -21,6 +21,7 @@ from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Site, client_app
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.files import naming
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.reception import Reception
@@ -151,13 +152,14 @@ def _quiet(log_file: Path) -> Iterator[None]:
     finally:
         for logger, own, propagate in handlers:
             logger.handlers, logger.propagate = own, propagate
-        handler.close()
         logging.raiseExceptions = raises
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        with naming(log_file):
+            handler.close()
 
 
 @contextmanager
