@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from filelock import Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -116,7 +117,7 @@ def settle(site: Site, verdict: Verdict) -> bool:
             append_log(site.folder, f"the server refused the release: {told}\n")
             return False
         close(site.folder, verdict.receipt, account_of(site.plan, site.folder, site.policy), site.server_keys)
-    except DpmergeError as error:
+    except (DpmergeError, Timeout) as error:
         append_log(site.folder, f"the server's answer was not taken: {error}\n")
         return False
     return True

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from dpmerge.client.budget import Cap, check_cap
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import make_durable, replace_file
 from dpmerge.common.untrusted import ReleaseRefused, parse_json
 
 GENESIS = "0" * 64
@@ -111,6 +111,7 @@ class Ledger:
             found = _find(entries, reservation) if reservation is not None else None
             if found is not None:
                 _check_continues(found, entries, binding)
+                make_durable(self._path)  # whoever charged it may have died before it was
                 return found
             if cap is not None:
                 check_cap(entries, dataset, charge, cap)
@@ -123,6 +124,11 @@ class Ledger:
     def find(self, reservation: str) -> Reservation | None:
         """Return a reservation, open or closed, by its id."""
         return _find(self.entries(), reservation)
+
+    def receipt_of(self, reservation: Reservation) -> str | None:
+        """Return the SHA-256 of the receipt that was recorded for a reservation, or None."""
+        chosen = (e for e in self.entries() if e["kind"] == "receipt" and e["reservation"] == reservation.id)
+        return next((str(entry["receipt"]) for entry in chosen), None)
 
     def released(self, reservation: Reservation, release_sha256: str) -> None:
         """Record the release that a reservation paid for. Recording the same one again changes nothing.
@@ -155,7 +161,9 @@ class Ledger:
             before = [e for e in self.entries() if e["kind"] == kind and e["reservation"] == reservation]
             if not before:
                 self._append({"kind": kind, "reservation": reservation, field: sha256})
-            elif before[0][field] != sha256:
+                return
+            make_durable(self._path)
+            if before[0][field] != sha256:
                 raise DpmergeError(
                     "DPM-504",
                     f"the reservation has another {field} already",

@@ -28,6 +28,7 @@ CODES = {
     "DPM-402": "releases cannot be merged",
     "DPM-403": "no release to merge",
     "DPM-404": "receipt refused",
+    "DPM-405": "server cannot store now",
     "DPM-501": "privacy target cannot be met",
     "DPM-502": "training cannot be made private",
     "DPM-503": "training moved nothing",

@@ -71,9 +71,26 @@ def temporary_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
+def make_durable(path: Path) -> None:
+    """Wait until a file, or a folder with the files in it, is on disk under its name.
+
+    For whatever was written by somebody else, who may have died before it was on disk.
+    """
+    if path.is_dir():
+        for file in sorted(path.iterdir()):
+            if file.is_file():
+                _fsync(file)
+    _fsync(path)
+    _fsync(path.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -16,6 +16,7 @@ The same release always becomes the same bytes: keys are sorted, nothing carries
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -41,6 +42,7 @@ FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README, P
 UNHASHED = frozenset({SIGNATURE, README, PICTURE})
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adapter_model.safetensors`
 
 
@@ -217,7 +219,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     check_new_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    temporary = _sibling(folder)
     temporary.mkdir()
     try:
         with naming(folder):
@@ -231,6 +233,33 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_folder(folder.parent)
+
+
+def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder's files anew; the old ones are removed once the new ones are on disk, under another name."""
+    fresh, old = _sibling(folder), _sibling(folder)
+    write_files(fresh, files)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    fsync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left half-written in a folder; for whoever holds the lock on it.
+
+    Raises:
+        OSError: If one cannot be removed.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def _sibling(folder: Path) -> Path:
+    """Return a new name beside a folder, which `remove_leftovers` knows."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
 
 
 def check_new_folder(folder: Path) -> None:

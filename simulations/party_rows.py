@@ -8,6 +8,7 @@ from dpmerge.client.party import training_records
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
+from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import TaskScores
 from dpmerge.server.merging.deltas import Adapter
@@ -27,6 +28,7 @@ def party_rows(
     reception: Reception,
     scores: Mapping[str, TaskScores],
     merged: Merged | None,
+    left_out: Mapping[str, ReleaseRefused],
 ) -> tuple[PartyResult, ...]:
     """Return every party's line, in the order of the plans.
 
@@ -37,6 +39,7 @@ def party_rows(
         reception: The federation's.
         scores: By party, of those with public test records.
         merged: None if nothing was merged.
+        left_out: By party, why an accepted release is in no merge after all.
     """
     released = {adapter.party: adapter for adapter in adapters}
     withdrawn = reception.spool.withdrawn()
@@ -44,6 +47,8 @@ def party_rows(
     for plan in plans:
         if plan.party in released:
             rows.append(_released(plan, released[plan.party], scores.get(plan.party), merged))
+        elif plan.party in left_out:
+            rows.append(_absent(plan, "failed", f"{left_out[plan.party]}; the others were merged without it"))
         elif plan.party in withdrawn:
             rows.append(_absent(plan, "withdrawn", WITHDRAWN))
         else:

@@ -35,7 +35,7 @@ def test_a_second_release_is_refused_and_the_first_stays(tmp_path: Path) -> None
 def test_parties_come_in_order_of_their_names(tmp_path: Path) -> None:
     spool = Spool(tmp_path)
     for party in ("shop", "bank", "library"):
-        spool.accept(party, FILES | {"README.md": party.encode()})
+        spool.accept(party, FILES | {"statement.json": party.encode()})  # a statement names its party
     assert list(spool.releases()) == ["bank", "library", "shop"]
 
 
