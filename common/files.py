@@ -84,6 +84,24 @@ def make_durable(path: Path) -> None:
     _fsync(path.parent)
 
 
+def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those that lead to it, if they are missing, and wait until their names are on disk.
+
+    What is written durably into a folder is lost all the same if a power cut takes the folder away.
+
+    Args:
+        folder: May exist.
+        mode: Rights of the last one, less the umask.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.is_dir()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    for place in reversed(missing):
+        fsync_folder(place.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
     _fsync(folder)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import fsync_folder, naming
+from dpmerge.common.files import fsync_folder, make_folder, naming
 from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
@@ -218,7 +218,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         DpmergeError: DPM-301 when the folder already holds something.
     """
     check_new_folder(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.parent)
     temporary = _sibling(folder)
     temporary.mkdir()
     try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dpmerge.common.files import make_durable, replace_file
+from dpmerge.common.files import make_durable, make_folder, replace_file
 from dpmerge.common.manifest import Manifest
 from dpmerge.common.receipt import KIND, Receipt, coarse, parse_receipt
 from dpmerge.common.signing import SigningKey, seal
@@ -46,7 +46,7 @@ class Receipts:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / ".lock")
 
     def find(self, party: str) -> bytes | None:

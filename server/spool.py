@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import make_durable, replace_file
+from dpmerge.common.files import make_durable, make_folder, replace_file
 from dpmerge.common.release import FILES, release_hash, remove_leftovers, write_files
 from dpmerge.common.untrusted import ReleaseRefused
 
@@ -58,7 +58,7 @@ class Spool:
             folder / name for name in ("releases", "parties", "withdrawn")
         )
         for place in (self._releases, self._parties, self._withdrawn):
-            place.mkdir(parents=True, exist_ok=True)
+            make_folder(place)
         self._lock = FileLock(folder / ".lock")
 
     def accept(self, party: str, files: Mapping[str, bytes]) -> str:
@@ -170,7 +170,7 @@ class Spool:
     def _heal(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """Put back, file by file, what is no longer what was accepted: `files` are those bytes."""
         stored = self._stored(Entry.of(files))
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         for name in sorted(stored.keys() - files.keys()):
             (folder / name).unlink()
         for name, data in files.items():

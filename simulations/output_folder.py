@@ -9,6 +9,7 @@ from typing import Literal
 from filelock import FileLock, Timeout
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import make_folder
 
 MARKER = ".dpmerge"  # an empty file that says: this folder belongs to a run, finished or not; a name no one else uses
 LOCK = ".lock"
@@ -71,7 +72,7 @@ def prepare_output(folder: Path, mode: Mode) -> None:
 
     check_output(folder, mode)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         (folder / MARKER).touch()
         if mode == "overwrite":
             ledgers = _ledgers(folder)
@@ -93,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         DpmergeError: DPM-301 if another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     try:
         with FileLock(folder / LOCK, timeout=0):
             yield
