@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from dpmerge.common.config_sections import Late
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import KeyList
 from dpmerge.common.manifest import check_signed, manifest_hash
 from dpmerge.common.receipt import parse_receipt
@@ -87,20 +88,20 @@ class Reception:
         )
         return Received(digest, receipt)
 
-    def releases(self) -> tuple[dict[str, dict[str, bytes]], dict[str, ReleaseRefused]]:
+    def releases(self) -> tuple[dict[str, dict[str, bytes]], dict[str, DpmergeError]]:
         """Return what is to be merged of the spool, and why the rest is not, each by party.
 
         Left out is what was damaged on the server's disk, and what a key signed that the key list no longer trusts at
         the time of the receipt. Merging goes on without them.
         """
         kept: dict[str, dict[str, bytes]] = {}
-        left_out: dict[str, ReleaseRefused] = {}
+        left_out: dict[str, DpmergeError] = {}
         for party in self.spool.to_merge():
             try:
                 files = self.spool.release(party)
                 at = self._received_at(party, files, datetime.now(UTC))
                 check_signed(files, party=party, federation=self.federation, keys=self.keys, at=at)
-            except ReleaseRefused as refusal:
+            except DpmergeError as refusal:
                 left_out[party] = refusal
             else:
                 kept[party] = files

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from dpmerge.client.party import training_records
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
-from dpmerge.common.untrusted import ReleaseRefused
+
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import TaskScores
 from dpmerge.server.merging.deltas import Adapter
@@ -28,7 +29,7 @@ def party_rows(
     reception: Reception,
     scores: Mapping[str, TaskScores],
     merged: Merged | None,
-    left_out: Mapping[str, ReleaseRefused],
+    left_out: Mapping[str, DpmergeError],
 ) -> tuple[PartyResult, ...]:
     """Return every party's line, in the order of the plans.
 
