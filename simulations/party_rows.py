@@ -9,7 +9,6 @@ from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
-
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import TaskScores
 from dpmerge.server.merging.deltas import Adapter
