@@ -32,7 +32,7 @@ def test_no_claim_is_below_the_closed_form_and_hardly_above(full):
 
 
 @pytest.mark.parametrize(("q", "sigma"), [(0.01, 0.7), (0.3, 1.5)])
-@pytest.mark.parametrize(("num_queries", "delta"), [(2, 1e-5), (2, 1e-11), (3, 1e-8)])
+@pytest.mark.parametrize(("num_queries", "delta"), [(1, 1e-8), (2, 1e-5), (2, 1e-11)])
 def test_with_sampling_the_claim_is_met_from_above(q, sigma, num_queries, delta):
     population = 10**6
     claimed = epsilon_pld(
@@ -50,7 +50,7 @@ def test_with_sampling_the_claim_is_met_from_above(q, sigma, num_queries, delta)
     def delta_at(epsilon):
         return max(exact_delta(sigma, q, num_queries, epsilon, add=add) for add in (True, False))
 
-    assert delta_at(claimed) <= delta * (1 + 1e-8)
+    assert delta_at(claimed) <= delta * (1 + 1e-7)
     assert delta_at(claimed - 1e-4 * max(1, claimed)) > delta
 
 
@@ -66,7 +66,7 @@ def test_the_charged_error_covers_what_the_transform_did():
     heavier /= heavier + 1 - share
     exact = binom.pmf(np.rint(composed.losses / 1e-2), count, heavier)
     error = float(np.sum(np.abs(composed.tilted - exact)))
-    assert 0 < error - 1e-11 < composed.error  # 1e-11: what scipy's own mass function is worth at this count
+    assert 0 < error < composed.error < 1e-9
 
 
 def test_an_error_that_is_not_small_against_delta_is_refused(monkeypatch):
