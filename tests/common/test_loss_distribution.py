@@ -2,6 +2,8 @@
 
 import doctest
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -76,3 +78,39 @@ def test_an_error_that_is_not_small_against_delta_is_refused(monkeypatch):
     monkeypatch.setattr(loss_distribution, "_LARGEST_SHARE", 1e-15)
     with pytest.raises(DpmergeError, match=r"DPM-501.*rounding may be worth .* of delta"):
         loss.epsilon(1e-9)
+
+
+_HOSTILE = """
+import itertools, resource, time
+from dpmerge.common.accounting import epsilon_pld
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import Mechanism
+
+slowest = 0.0
+for sigma, (population, batch), steps, delta in itertools.product(SIGMAS, SAMPLES, STEPS, (1e-12, 0.999)):
+    began = time.process_time()
+    try:
+        epsilon_pld(
+            Mechanism(
+                noise_multiplier=sigma, l2_clip_norm=1.0, noise="fast", population=population,
+                expected_batch_size=batch, num_steps=steps, target_delta=delta,
+            )
+        )
+    except DpmergeError as error:
+        assert error.code == "DPM-501", error
+    slowest = max(slowest, time.process_time() - began)
+print(slowest, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+"""
+
+
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_hostile_numbers_end_soon_and_in_little_memory(full):
+    sigmas = "(1e-9, 1e-3, 0.2, 1.0, 30.0, 1e9)" if full else "(1e-9, 1.0, 1e9)"
+    samples = "((1, 1), (10**12, 1), (10**6, 1), (100, 50))" if full else "((10**12, 1), (100, 50))"
+    steps = "(1, 1000, 10**7, 10**12)" if full else "(10**12,)"
+    head = f"SIGMAS, SAMPLES, STEPS = {sigmas}, {samples}, {steps}"
+    done = subprocess.run([sys.executable, "-c", head + _HOSTILE], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seconds, gib = map(float, done.stdout.split())
+    assert seconds < 10
+    assert gib < 1
