@@ -26,12 +26,13 @@ from typing import Any, cast, get_args
 
 from dpmerge.client.budget import Cap
 from dpmerge.client.ledger import Ledger
-from dpmerge.common.accounting import MAX_EPSILON, MIN_DELTA
+from dpmerge.common.accounting import MAX_EPSILON
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import fsync_folder, is_within, place_of
+from dpmerge.common.large_delta import MIN_DELTA
 from dpmerge.common.mechanism import NoiseMode, PrivacyUnit
 from dpmerge.common.signing import SHA256, PublicKey
 from dpmerge.common.sources import task_name

@@ -48,6 +48,7 @@ from dpmerge.common.config_sections import (
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import is_within, place_of
+from dpmerge.common.large_delta import default_delta, is_large
 
 __all__ = [
     "BaseSettings",
@@ -156,8 +157,9 @@ _NAME_PUBLIC_TEXTS = f'name public texts that no party has, or "{RANDOM}" for ra
 class PartyPlan:
     """All that one party needs to know to train and release.
 
-    `privacy.population` is always set; `privacy.epsilon` is set exactly when `privacy.private`; a subspace is not of
-    the party's own data, however the plan was made.
+    `privacy.population` and `privacy.delta` are always set; `privacy.epsilon` is set exactly when `privacy.private`; δ
+    is below 1 / population unless `privacy.allow_large_delta`; a subspace is not of the party's own data: however the
+    plan was made.
     """
 
     party: str
@@ -169,6 +171,7 @@ class PartyPlan:
     seed: int
 
     def __post_init__(self) -> None:
+        _check_delta("privacy", self.privacy)
         subspace = self.training.subspace
         if subspace is not None and _is_own(subspace.public, self.source):
             complaint = f"is the data of party {self.party}"
@@ -366,7 +369,20 @@ def _resolve_privacy(federation: Federation, party: PartySettings, section: str)
             "declare the public, rounded size of the data, for example population = 3000; it is never read off the file"
         )
         raise Refused(section, "population", None, "is missing", fix)
+    if privacy.delta is None:
+        privacy = replace(privacy, delta=default_delta(privacy.population))
+    _check_delta(f"{section}.privacy" if "delta" in own else "privacy", privacy)
     return privacy
+
+
+def _check_delta(section: str, privacy: PrivacySettings) -> None:
+    """Refuse a δ that publishing one record in the clear would meet, unless it is asked for by name."""
+    population, delta = privacy.population, privacy.delta
+    if population is None or delta is None:
+        raise Refused(section, "delta", delta, "is not resolved", "state delta and population")
+    if privacy.private and is_large(delta, population) and not privacy.allow_large_delta:
+        fix = f"leave delta out, which gives {default_delta(population):g}; tests may say allow_large_delta = true"
+        raise Refused(section, "delta", delta, f"is not below 1 / population (1 / {population})", fix)
 
 
 def _check_unit(party: PartySettings, unit: str, section: str) -> None:

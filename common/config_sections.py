@@ -32,6 +32,7 @@ from dpmerge.common.config_rules import (
     words,
 )
 from dpmerge.common.config_subspace import SUBSPACE_OR_FALSE, SubspaceSettings
+from dpmerge.common.large_delta import MIN_DELTA
 from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
@@ -214,14 +215,24 @@ class TrainingSettings:
 class PrivacySettings:
     """`[privacy]`: the guarantee; a party overrides single keys in `[party.privacy]`.
 
-    `epsilon` has no default: either a budget is stated or `private = false` is.
+    `epsilon` has no default: either a budget is stated or `private = false` is. That of `delta` follows each party's
+    population.
     """
 
     section: ClassVar[str] = "privacy"
     private: bool = field(default=True, metadata=_meta(FLAG, "false trains without privacy; marked in every output."))
     epsilon: float | None = field(default=None, metadata=_meta(EPSILON, "Target ε, never exceeded.", 3.0))
-    delta: float = field(
-        default=1e-5, metadata=_meta(real(at_least=1e-12, below=1.0), "Target δ, well below 1 / population.")
+    delta: float | None = field(
+        default=None,
+        metadata=_meta(
+            real(at_least=MIN_DELTA, below=1.0),
+            "Target δ, below 1 / population; without it a tenth of that, at most 1e-5.",
+            1e-5,
+        ),
+    )
+    allow_large_delta: bool = field(
+        default=False,
+        metadata=_meta(FLAG, "Allow δ of 1 / population or more, for tests: the statement says so.", True),
     )
     l2_clip_norm: float = field(
         default=1.0, metadata=_meta(real(at_least=1e-12, at_most=1e12), "Bound on each unit's gradient norm.")

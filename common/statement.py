@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from dpmerge.common.accounting import Accounting, epsilon_pld
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.large_delta import is_large
 from dpmerge.common.mechanism import FIELD_NAMES, OPTIONAL_FIELDS, Mechanism, mechanism_of, stated_values
 from dpmerge.common.subspace import subspace_problem, subspace_words
 
@@ -179,6 +180,8 @@ def sentence(statement: Mapping[str, Any]) -> str:
         f"σ = {statement['noise_multiplier']:.4g}, {statement['noise']} noise{subspace_words(statement)}; "
         f"{statement['accountant']}."
     )
+    if is_large(delta, statement["population"]):
+        claim = f"{claim} δ IS NOT BELOW 1 / POPULATION: publishing a random record in the clear would meet it."
     if statement["noise_seed"] == "test":
         return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."
     return claim
