@@ -73,6 +73,13 @@ def test_another_split_is_a_test_file_if_both_are_named_and_share_no_file(folder
         federation(folder, data=data, test=test)
 
 
+@pytest.mark.parametrize(("data", "test"), [("data", "data::test"), ("data::train", "data"), ("data", "data")])
+def test_a_split_that_is_not_named_may_be_any_also_before_there_are_files(tmp_path, data, test):
+    text = SHARED + PARTY.format(name="shop", data=data) + f'test = "{test}"\n'
+    with pytest.raises(DpmergeError, match="is the private data itself"):
+        parse_federation(text, "f.toml", folder=tmp_path)
+
+
 def test_two_names_of_one_file_are_no_two_splits(folder):
     (folder / "splits" / "test.csv").unlink()
     os.link(folder / "splits" / "train.csv", folder / "splits" / "test.csv")
