@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from dpmerge.client.party import append_log, run_party
 from dpmerge.client.policy import Policy, account_of
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import CODES, DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import make_folder, replace_file
 from dpmerge.common.model import load_base
 from dpmerge.common.signing import PublicKey, load_key
 from dpmerge.common.sources import terms_hash
@@ -31,8 +32,8 @@ PUBLIC_CODES = frozenset(
 """Refusals whose text is made of the configuration, the assets, public data and public constants alone."""
 
 
-@dataclass(frozen=True)
-class Site:
+@dataclass(frozen=True, kw_only=True)
+class Participant(ABC):
     """What a party has at its own place, whatever the server asks.
 
     Attributes:
@@ -41,8 +42,7 @@ class Site:
         num_threads: Threads for torch.
         federation: The id of the federation that it takes part in.
         key_file: The party's signing key; the key itself is in no message and no pickled object.
-        server_keys: Whose receipts it believes.
-        policy: The site's rules and ledgers; None keeps an uncapped ledger in the folder, as simulations do.
+        server_keys: The server's keys, by the agreement of the federation.
     """
 
     plan: PartyPlan
@@ -51,27 +51,79 @@ class Site:
     federation: str
     key_file: Path
     server_keys: tuple[PublicKey, ...]
-    policy: Policy | None = None
+
+    @property
+    @abstractmethod
+    def rules(self) -> Policy | None:
+        """The site's policy; None keeps an uncapped ledger in the folder, which only a simulation may do."""
+
+    @property
+    @abstractmethod
+    def receipt_keys(self) -> tuple[PublicKey, ...]:
+        """Whose receipts are believed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(Participant):
+    """A site in a deployment: it has a policy, and there is no way to be one without.
+
+    Attributes:
+        policy: The site's rules, caps and ledgers.
+
+    Raises:
+        DpmergeError: DPM-507 if the policy is missing, or believes none of the server's keys.
+    """
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):  # whoever calls without a type checker
+            raise DpmergeError("DPM-507", "a site without a policy trains nothing", "write one; see docs/ledger.md")
+        if not self.receipt_keys:
+            problem = "none of the server's keys that were agreed on is in the policy's server_keys"
+            raise DpmergeError("DPM-507", problem, "compare both with the key that the server's owner gives you")
+
+    @property
+    def rules(self) -> Policy:
+        """The policy."""
+        return self.policy
+
+    @property
+    def receipt_keys(self) -> tuple[PublicKey, ...]:
+        """The keys that both the agreement and the policy name."""
+        return tuple(key for key in self.server_keys if key in self.policy.server_keys)
 
 
 def client_app(site_of: Callable[[Context], Site]) -> ClientApp:
-    """Return the ClientApp; `site_of` finds the site that a Flower node stands for."""
+    """Return the ClientApp of a deployment; `site_of` finds the site that a Flower node stands for."""
+
+    def checked(context: Context) -> Site:
+        site = site_of(context)
+        if not isinstance(site, Site):
+            raise TypeError(f"Expected a Site, whose policy holds, not a {type(site).__name__}.")
+        return site
+
+    return participant_app(checked)
+
+
+def participant_app(participant_of: Callable[[Context], Participant]) -> ClientApp:
+    """Return a ClientApp for participants of any kind: what a simulation runs."""
     app = ClientApp()
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
-        site = site_of(context)
+        site = participant_of(context)
         return Message(pack_outcome(answer(site, unpack_terms(message.content))), reply_to=message)
 
     @app.query()  # type: ignore[untyped-decorator]
     def verdict(message: Message, context: Context) -> Message:
-        settle(site_of(context), unpack_verdict(message.content))
+        settle(participant_of(context), unpack_verdict(message.content))
         return Message(RecordDict(), reply_to=message)
 
     return app
 
 
-def answer(site: Site, server: Terms) -> Outcome:
+def answer(site: Participant, server: Terms) -> Outcome:
     """Train, or find the finished release, and return what goes up: its files, or a code and a public sentence.
 
     Whatever goes wrong, the other parties go on. A refusal that can only name the configuration is sent as it is; the
@@ -79,7 +131,7 @@ def answer(site: Site, server: Terms) -> Outcome:
     party's log and a fixed sentence is sent.
     """
     torch.set_num_threads(site.num_threads)
-    site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(site.folder, mode=0o700)
     party = site.plan.party
     try:
         base = load_base(site.plan.base.model)
@@ -92,7 +144,7 @@ def answer(site: Site, server: Terms) -> Outcome:
             )
         signer = Signer(site.federation, load_key(site.key_file))
         progress = _progress_file(site.folder)
-        files = run_party(site.plan, base, site.folder, on_progress=progress, policy=site.policy, signer=signer)
+        files = run_party(site.plan, base, site.folder, on_progress=progress, policy=site.rules, signer=signer)
         return Outcome(party, files)
     except DpmergeError as error:
         append_log(site.folder, traceback.format_exc())
@@ -104,19 +156,19 @@ def answer(site: Site, server: Terms) -> Outcome:
         return Outcome(party, {}, "DPM-599", "training failed; the traceback is in the party's own party.log")
 
 
-def settle(site: Site, verdict: Verdict) -> bool:
+def settle(site: Participant, verdict: Verdict) -> bool:
     """Store the server's receipt and close the ledger's entry, or note the refusal; return whether it is closed.
 
     Nothing that the server sends is believed but a receipt signed by its key for this very release. Whatever else
     comes leaves the outbox open: the same bytes are sent again the next time.
     """
-    site.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(site.folder, mode=0o700)
     try:
         if not verdict.receipt:
             told = " ".join(f"{verdict.code}: {verdict.reason}"[:1000].split())
             append_log(site.folder, f"the server refused the release: {told}\n")
             return False
-        close(site.folder, verdict.receipt, account_of(site.plan, site.folder, site.policy), site.server_keys)
+        close(site.folder, verdict.receipt, account_of(site.plan, site.folder, site.rules), site.receipt_keys)
     except (DpmergeError, Timeout) as error:
         append_log(site.folder, f"the server's answer was not taken: {error}\n")
         return False

@@ -159,7 +159,7 @@ def _train(
 
     with _gradients(model.classifier, plan, folder) as gradients:
         _check_independent(gradients, model, plan)
-        corpus = _public_corpus(plan, records, folder)
+        corpus = _public_corpus(plan, records, account, folder)
         space = trained_space(plan, model, gradients, corpus)
         mechanism = make_mechanism(plan, space.coordinates.vector.numel(), l2_clip_norm=space.l2_clip_norm)
         statement = _statement(plan, mechanism, base, model.head.labels, space.description)
@@ -211,13 +211,14 @@ def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExam
     return gradients
 
 
-def _public_corpus(plan: PartyPlan, records: Records, folder: Path) -> PublicCorpus | None:
+def _public_corpus(plan: PartyPlan, records: Records, account: Account, folder: Path) -> PublicCorpus | None:
     """Read the public texts of the plan's subspace, if there are any; say in the party's log if some are its own.
 
     Training goes on all the same. A party that stopped here, or left these texts out, would tell whoever chose them
     that they are among its records.
     """
-    corpus = None if plan.training.subspace is None else public_corpus(plan.training.subspace)
+    settings = plan.training.subspace
+    corpus = None if settings is None else public_corpus(settings, account.public_texts)
     if corpus is not None and overlaps(corpus, records.texts):
         append_log(
             folder,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from dpmerge.common.config_rules import (
+    DATA_PATH,
     FLAG,
     LABELS,
     LAYERS,
@@ -369,7 +370,7 @@ class PartySettings:
     )
     data: str | None = field(
         default=None,
-        metadata=_meta(words(), "Own CSV, JSONL or data-set folder; relative to this file.", "reviews.csv"),
+        metadata=_meta(DATA_PATH, "Own CSV, JSONL or data-set folder; relative to this file.", "reviews.csv"),
     )
     text: str | None = field(default=None, metadata=_meta(words(), 'Column of the text; "text" if not given.', "body"))
     label: str | None = field(
@@ -383,7 +384,7 @@ class PartySettings:
         default=None, metadata=_meta(LABELS, "Each label as it stands in the file, and its description in words.")
     )
     test: str | None = field(
-        default=None, metadata=_meta(words(), "Public test data with the same columns.", "public.csv")
+        default=None, metadata=_meta(DATA_PATH, "Public test data with the same columns.", "public.csv")
     )
     population: int | None = field(
         default=None,

@@ -115,11 +115,6 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def place_of(path: str | Path) -> Path:
-    """Return the file or folder that a data path names, whatever its ::split, with links resolved."""
-    return Path(str(path).partition("::")[0]).resolve()
-
-
 def is_within(one: Path, other: Path) -> bool:
     """Whether two resolved paths are the same, or either lies in the other.
 

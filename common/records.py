@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dpmerge.common.data_path import SPLIT_MARK, data_path, files_at
 from dpmerge.common.errors import DpmergeError, closest
 
 DELIMITERS = ",;\t"
 MAX_FIELD_CHARACTERS = 2**31 - 1  # csv refuses the file at 131,072: one long record must not stop a party
-SPLIT_MARK = "::"
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
@@ -98,7 +98,7 @@ def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
     Raises:
         DpmergeError: DPM-203 if the file cannot be read, or the column is missing.
     """
-    if Path(path).suffix.lower() == ".txt":
+    if SPLIT_MARK not in str(path) and Path(path).suffix.lower() == ".txt":
         try:
             lines: Iterable[Any] = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
         except OSError as error:
@@ -127,12 +127,12 @@ def _owner(row: Mapping[str, Any], user: str | None) -> str | None:
 
 def _read_table(path: str | Path) -> Table:
     """Read one file, or the files of a folder's split; turn failures into refusals that quote nothing."""
-    place, mark, split = str(path).rpartition(SPLIT_MARK) if SPLIT_MARK in str(path) else (str(path), "", "")
-    source = Path(place)
+    named = data_path(path)
+    source = named.place
     try:
         if source.is_dir():
-            return _read_folder(source, split)
-        if source.suffix.lower() in READERS and not mark:
+            return _read_folder(source, named.split)
+        if source.suffix.lower() in READERS and SPLIT_MARK not in str(path):
             return READERS[source.suffix.lower()](source)
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
@@ -207,15 +207,29 @@ def _read_folder(folder: Path, split: str) -> Table:
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
         chosen = splits[_choose_split(folder, list(splits), split)]
         return list(chosen.column_names), chosen
-    files: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in READERS:
-            files.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    files = _files_by_split(folder)
     if not files:
         problem = f"{folder} holds neither a saved data set nor a {', '.join(READERS)} file"
         raise DpmergeError("DPM-203", problem, "write it with save_to_disk, or put such files into it")
     paths = files[_choose_split(folder, list(files), SPLIT_WORDS.get(split, split))]
     return _table(row for path in paths for row in READERS[path.suffix.lower()](path)[1])
+
+
+def files_of_split(folder: Path, split: str) -> list[Path]:
+    """Return the files that hold a split of a data-set folder; none where the folder has no such split."""
+    if (folder / "dataset_dict.json").is_file():  # `save_to_disk` writes a folder for each split
+        return files_at(folder / split) if (folder / split).is_dir() else []
+    if (folder / "state.json").is_file():
+        return files_at(folder)
+    return _files_by_split(folder).get(SPLIT_WORDS.get(split, split), [])
+
+
+def _files_by_split(folder: Path) -> dict[str, list[Path]]:
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in READERS:
+            files.setdefault(_split_of(path.relative_to(folder)), []).append(path)
+    return files
 
 
 def _split_of(path: Path) -> str:

@@ -20,17 +20,18 @@ import torch
 
 from dpmerge.client.outbox import RELEASE
 from dpmerge.common.config import Federation, FileSource, IntakeSettings, PartyPlan, party_plan
+from dpmerge.common.data_path import data_path
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 from dpmerge.common.heads import label_text_head
 from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import replace_folder, to_files
-from dpmerge.common.sources import label_descriptions, public_test_records, terms_hash
+from dpmerge.common.sources import label_descriptions, terms_hash
 from dpmerge.common.split_encoder import check_length
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
-from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
+from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate, public_test_records
 from dpmerge.server.expectation import expectation_of
 from dpmerge.server.merging.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
@@ -217,7 +218,7 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def _public_records(plan: PartyPlan) -> Records | None:
     """Return the party's public test records, having checked that its private file is there at all."""
     if isinstance(plan.source, FileSource):
-        path = Path(plan.source.path.partition("::")[0])
+        path = data_path(plan.source.path).place
         if not path.exists():
             raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
     return public_test_records(plan.source)

@@ -14,14 +14,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context
 from flwr.simulation import run_simulation
 
-from dpmerge.client.app import Site, client_app
+from dpmerge.client.app import Participant, participant_app
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.files import naming
+from dpmerge.common.signing import PublicKey
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.reception import Reception
@@ -77,7 +79,7 @@ def collect(
             with local_ray(cores):
                 run_simulation(
                     server_app=app,
-                    client_app=client_app(_site_finder(sites, over)),
+                    client_app=participant_app(_site_finder(sites, over)),
                     num_supernodes=len(plans),
                     backend_name="ray",
                     backend_config={"client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0}},
@@ -87,10 +89,24 @@ def collect(
     return collection
 
 
-def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[Site]:
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSite(Participant):
+    """A role on one machine: no policy, an uncapped ledger in the run's folder, and the agreement's server believed."""
+
+    @property
+    def rules(self) -> None:
+        """None."""
+
+    @property
+    def receipt_keys(self) -> tuple[PublicKey, ...]:
+        """The server's, by the agreement."""
+        return self.server_keys
+
+
+def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[SimulatedSite]:
     """Return what each party has at its own place, which in a simulation lies below the run's folder."""
     return [
-        Site(
+        SimulatedSite(
             plan=plan,
             folder=(out / PARTIES / plan.party).resolve(),
             num_threads=num_threads,
@@ -102,10 +118,10 @@ def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_t
     ]
 
 
-def _site_finder(sites: Sequence[Site], over: Path) -> Callable[[Context], Site]:
+def _site_finder(sites: Sequence[SimulatedSite], over: Path) -> Callable[[Context], SimulatedSite]:
     """Return what a worker needs to find its site: a closure over plain data, pickled to Ray's own processes only."""
 
-    def site_of(context: Context) -> Site:
+    def site_of(context: Context) -> SimulatedSite:
         _end_with_the_run(over)
         return sites[int(context.node_config["partition-id"])]
 
@@ -163,7 +179,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(sites: Sequence[Site], progress: Progress) -> Iterator[None]:
+def _watched(sites: Sequence[SimulatedSite], progress: Progress) -> Iterator[None]:
     """Show every party's progress file while the block runs."""
     finished = threading.Event()
     shown: dict[str, str] = {}
@@ -182,7 +198,7 @@ def _watched(sites: Sequence[Site], progress: Progress) -> Iterator[None]:
         thread.join()
 
 
-def _show(site: Site, shown: dict[str, str], progress: Progress) -> None:
+def _show(site: SimulatedSite, shown: dict[str, str], progress: Progress) -> None:
     try:
         now = json.loads((site.folder / "progress.json").read_text())
     except FileNotFoundError:

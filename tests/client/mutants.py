@@ -162,7 +162,7 @@ def non_private_teacher():
 def basis_from_private_gradients():
     """Takes the directions from the party's own records, which know best where they lie."""
 
-    def own(_plan, records, _folder):
+    def own(_plan, records, *_):
         return PublicCorpus(records.texts)
 
     with mock.patch.object(party, "_public_corpus", own):

@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from dpmerge.client import app
-from dpmerge.client.app import Site, answer
+from dpmerge.client.app import answer
 from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.wire import Terms
+from dpmerge.simulations.flower import SimulatedSite
 from tests.signed_releases import FEDERATION, KEY, SERVER_KEY
 
 SECRET = "I am John Smith"
@@ -44,7 +45,7 @@ def site(tmp_path, data):
     key_file = tmp_path / "shop.pem"
     key_file.touch(mode=0o600)
     key_file.write_bytes(KEY.pem())
-    return Site(
+    return SimulatedSite(
         plan=party_plan(parse_federation(text, "t.toml"), "shop"),
         folder=tmp_path / "shop",
         num_threads=1,

@@ -24,7 +24,7 @@ NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
 
 @pytest.fixture
 def account(tmp_path):
-    account = Account(Ledger(tmp_path / "ledger.jsonl"), "reviews")
+    account = Account(Ledger(tmp_path / "ledger.jsonl").create(), "reviews")
     reserved = account.ledger.reserve(
         dataset="reviews", binding="b", charge={"epsilon": 1.0}, reservation=reservation_id(tmp_path)
     )

@@ -434,8 +434,8 @@ def test_public_data_that_give_no_directions_are_refused_before_any_charge(plan,
     (tmp_path / "public.txt").write_text("one text\nand another")
     with pytest.raises(DpmergeError, match="DPM-505"):
         release_of(changed, tmp_path / "a")
-    assert not (tmp_path / "a" / "ledger.jsonl").exists()
+    assert Ledger(tmp_path / "a" / "ledger.jsonl").entries() == []
     entirely = replace(changed.training.subspace, public="none", k=10**6)
     with pytest.raises(DpmergeError, match=r"DPM-505: subspace.k = 1000000 exceeds the"):
         release_of(replace(changed, training=replace(changed.training, subspace=entirely)), tmp_path / "a")
-    assert not (tmp_path / "a" / "ledger.jsonl").exists()
+    assert Ledger(tmp_path / "a" / "ledger.jsonl").entries() == []

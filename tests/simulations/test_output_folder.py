@@ -17,7 +17,7 @@ def test_overwriting_keeps_every_ledger_and_closes_what_was_never_released(tmp_p
     out = tmp_path / "run"
     prepare_output(out, "new")
     (out / "parties" / "shop").mkdir(parents=True)
-    ledger = Ledger(out / "parties" / "shop" / "ledger.jsonl")
+    ledger = Ledger(out / "parties" / "shop" / "ledger.jsonl").create()
     ledger.reserve(dataset="shop", binding="b", charge={"epsilon": 1.0})
     (out / "parties" / "shop" / "checkpoint.safetensors").touch()
 
