@@ -231,6 +231,7 @@ def one_fault(folder: Path, release: Release, kill_at: int | None, nth: int, fau
     place, found, promised = folder / "live", folder / "found", Promises()
     for part in ("site/party", "server"):
         (place / part).mkdir(parents=True)
+    Ledger(place / "site" / "ledger.jsonl").create()
     disk = Disk(place)
     disk.sync_all()
     try:

@@ -37,7 +37,7 @@ def run(tmp_path):
     for party in ("library", "shop"):
         (out / "parties" / party / "release").mkdir(parents=True)
         (out / "parties" / party / "release" / "statement.json").touch()
-        Ledger(ledger_of(out, party)).reserve(dataset=party, binding="b", charge={"epsilon": 1.0})
+        Ledger(ledger_of(out, party)).create().reserve(dataset=party, binding="b", charge={"epsilon": 1.0})
     return out
 
 
