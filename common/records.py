@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.reading import rows as of
-from dpmerge.common.reading.cells import Labels, is_scalar, owner_of
-from dpmerge.common.reading.lines import lines
-from dpmerge.common.reading.places import tables
-from dpmerge.common.reading.rows import MAX_RECORDS_PER_USER, ReadReport, Row, Tally
+from dpmerge.common.tabular import rows as of
+from dpmerge.common.tabular.cells import Labels, is_scalar, owner_of
+from dpmerge.common.tabular.lines import lines
+from dpmerge.common.tabular.places import tables
+from dpmerge.common.tabular.rows import MAX_RECORDS_PER_USER, ReadReport, Row, Tally
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import to_files, write_files
 from dpmerge.common.sources import label_descriptions, public_test_records, terms_hash
-from dpmerge.common.split_encoder import check_length
+from dpmerge.common.split_encoder import check_length, check_vocabulary
+from dpmerge.common.tabular.places import check_place
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
@@ -82,6 +83,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
         check_length(base, plans[0].base.max_length)
+        check_vocabulary(base)
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
         _open_run(out, federation, mode)
@@ -120,7 +122,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         versions={name: version(name) for name in PACKAGES},
         merge=merged.info if merged else {},
         seconds=seconds,
-        parties=party_rows(plans, adapters, collection, reception, scores, merged),
+        parties=party_rows(plans, adapters, collection, reception, scores, merged, out / PARTIES),
         not_merged=shortfall,
     )
     write_results(out, results)
@@ -216,11 +218,12 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _public_records(plan: PartyPlan) -> Records | None:
-    """Return the party's public test records, having checked that its private file is there at all."""
+    """Return the party's public test records, having checked that its private file is there and of a known kind."""
     if isinstance(plan.source, FileSource):
-        path = Path(plan.source.path.partition("::")[0])
-        if not path.exists():
-            raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
+        try:
+            check_place(plan.source.path)
+        except DpmergeError as error:
+            raise DpmergeError(error.code, f"data of party {plan.party!r}: {error.problem}", error.fix) from None
     return public_test_records(plan.source)
 
 

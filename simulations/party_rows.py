@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from dpmerge.client.party import training_records
+from dpmerge.client.app import FAILURE
+from dpmerge.client.party import read_training
 from dpmerge.common.config import PartyPlan
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
@@ -27,6 +29,7 @@ def party_rows(
     reception: Reception,
     scores: Mapping[str, TaskScores],
     merged: Merged | None,
+    folders: Path,
 ) -> tuple[PartyResult, ...]:
     """Return every party's line, in the order of the plans.
 
@@ -37,6 +40,7 @@ def party_rows(
         reception: The federation's.
         scores: By party, of those with public test records.
         merged: None if nothing was merged.
+        folders: Where the parties' own folders are: in a simulation all of it is the user's.
     """
     released = {adapter.party: adapter for adapter in adapters}
     withdrawn = reception.spool.withdrawn()
@@ -47,7 +51,8 @@ def party_rows(
         elif plan.party in withdrawn:
             rows.append(_absent(plan, "withdrawn", WITHDRAWN))
         else:
-            rows.append(_absent(plan, *_why_absent(plan.party, collection, reception)))
+            status, reason = _why_absent(plan.party, collection, reception)
+            rows.append(_absent(plan, status, reason + _own_words(folders / plan.party, reason)))
     return tuple(rows)
 
 
@@ -59,6 +64,13 @@ def _why_absent(party: str, collection: Collection, reception: Reception) -> tup
         told = f"no release by the deadline, {reception.deadline:%Y-%m-%d %H:%M} UTC"
         return "late", "; ".join([told, *collection.nameless, NEXT[reception.late]])
     return "failed", "; ".join(["DPM-599: no reply came", *collection.nameless])
+
+
+def _own_words(folder: Path, reason: str) -> str:
+    """Return what the party itself noted about its failure, where the reply does not say it."""
+    path = folder / FAILURE
+    words = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+    return f" (here: {words})" if words and words.partition(": ")[2] not in reason else ""
 
 
 def _absent(plan: PartyPlan, status: Status, reason: str) -> PartyResult:
@@ -78,6 +90,7 @@ def _released(plan: PartyPlan, adapter: Adapter, scores: TaskScores | None, merg
             **dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True))
         )
         by_adapter = {party: m.value for party, m in scores.by_adapter.items()}
+    records, report = read_training(plan)  # the simulation's own knowledge; no release carries it
     return PartyResult(
         party=plan.party,
         task=task_name(plan),
@@ -85,7 +98,9 @@ def _released(plan: PartyPlan, adapter: Adapter, scores: TaskScores | None, merg
         epsilon=adapter.statement["epsilon"],
         delta=mechanism.target_delta,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-        num_train=len(training_records(plan.source)),  # the simulation's own knowledge; no release carries it
+        num_train=len(records),
+        num_dropped=report.num_dropped if report else 0,
+        dropped=report.reasons() if report else (),
         num_test=scores.base.num_test if scores else None,
         accuracy=accuracy,
         accuracy_se=accuracy_se,

@@ -59,7 +59,7 @@ def test_a_second_training_beyond_the_cap_never_starts(plan, policy, tmp_path, m
 
 
 def test_what_the_policy_forbids_reads_no_record(plan, policy, tmp_path, monkeypatch):
-    monkeypatch.setattr(party_module, "training_records", lambda _source: pytest.fail("records were read"))
+    monkeypatch.setattr(party_module, "read_training", lambda _plan: pytest.fail("records were read"))
     other = Policy(state=policy.state, datasets=policy.datasets, base_models=frozenset({"0" * 64}))
     with pytest.raises(DpmergeError, match="DPM-507"):
         train(plan, tmp_path / "a", other)

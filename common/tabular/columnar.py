@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpmerge.common.reading.rows import MAX_RECORD_BYTES, TOO_LONG, Row, Table
+from dpmerge.common.tabular.rows import MAX_RECORD_BYTES, TOO_LONG, Row, Table
 
 ROWS_AT_ONCE = 512
 

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dpmerge.common.reading.lines import lines
-from dpmerge.common.reading.rows import MAX_RECORD_BYTES, TOO_LONG, TOO_MANY_FIELDS, Row, Table
+from dpmerge.common.tabular.lines import lines
+from dpmerge.common.tabular.rows import MAX_RECORD_BYTES, TOO_LONG, TOO_MANY_FIELDS, Row, Table
 
 DELIMITERS = ",;\t|"
 _SEPARATOR_LINE = re.compile(r"\s*sep=(.)\s*", re.IGNORECASE)

@@ -96,11 +96,6 @@ class ReadReport:
         """How many were left out."""
         return sum(some.count for some in self.dropped)
 
-    @property
-    def is_mostly_dropped(self) -> bool:
-        """Whether under half of the records are used; none at all counts as that."""
-        return self.num_used <= 0 or self.num_used < self.num_dropped
-
     def lines(self) -> list[str]:
         """Return the table in words, a line per reason.
 
@@ -110,7 +105,11 @@ class ReadReport:
         head = f"records: {self.num_used} used, {self.num_dropped} dropped"
         if self.num_cut:
             head += f"; {self.num_cut} of the used ones are cut"
-        return [head, *(f"  {some.count} x {some.reason} (first: {some.first})" for some in self.dropped)]
+        return [head, *(f"  {reason}" for reason in self.reasons())]
+
+    def reasons(self) -> tuple[str, ...]:
+        """Return count, reason and first place of those left out, a text per reason."""
+        return tuple(f"{some.count} x {some.reason} (first: {some.first})" for some in self.dropped)
 
 
 class Tally:

@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterator
 from pathlib import Path
 
-from dpmerge.common.reading.rows import MAX_RECORD_BYTES
+from dpmerge.common.tabular.rows import MAX_RECORD_BYTES
 
 CHUNK_BYTES = 2**16
 _MARKS = (  # that of UTF-32 begins like that of UTF-16, and is looked for first

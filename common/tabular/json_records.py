@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dpmerge.common.reading.lines import chunks, decode, lines
-from dpmerge.common.reading.rows import MAX_RECORD_BYTES, NOT_A_RECORD, NOT_AN_ARRAY, TOO_LONG, Row, Table
+from dpmerge.common.tabular.lines import chunks, decode, lines
+from dpmerge.common.tabular.rows import MAX_RECORD_BYTES, NOT_A_RECORD, NOT_AN_ARRAY, TOO_LONG, Row, Table
 
 LINES, COLUMNS = "lines", "columns"
 _OUTSIDE = re.compile(rb'["\[\]{},:]')

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.reading.columnar import read_parquet, read_saved
-from dpmerge.common.reading.delimited import read_delimited
-from dpmerge.common.reading.json_records import COLUMNS, LINES, read_json_array, read_json_columns, read_json_lines
-from dpmerge.common.reading.rows import Table, check_columns
+from dpmerge.common.tabular.columnar import read_parquet, read_saved
+from dpmerge.common.tabular.delimited import read_delimited
+from dpmerge.common.tabular.json_records import COLUMNS, LINES, read_json_array, read_json_columns, read_json_lines
+from dpmerge.common.tabular.rows import Table, check_columns
 
 SPLIT_MARK = "::"
 SPLIT_WORDS = {
@@ -83,7 +83,7 @@ def tables(path: str | Path, wanted: Wanted) -> Iterator[tuple[str, Table]]:
 
 
 def _parts(path: str | Path) -> tuple[Path, str]:
-    place, mark, split = str(path).rpartition(SPLIT_MARK)
+    place, mark, split = str(path).partition(SPLIT_MARK)
     return (Path(place), split) if mark else (Path(path), "")
 
 
