@@ -95,7 +95,7 @@ def _scan(pieces: Iterable[bytes], deepest: int) -> Iterator[tuple[int, bytes, b
     """Yield the marks `[ ] { } , :` outside strings that are at most `deepest` brackets deep.
 
     Each comes as (depth after it, mark, bytes since the mark before it, deeper ones included); None stands for too many
-    bytes. At depth 1 only the kind of bracket that was opened closes.
+    bytes. At depth 1 only the kind of bracket that was opened closes. The end of the file comes as an empty mark.
     """
     held, is_too_long = bytearray(), False
     depth, in_string, is_escaped, outermost = 0, False, False, b""
@@ -134,3 +134,4 @@ def _scan(pieces: Iterable[bytes], deepest: int) -> Iterator[tuple[int, bytes, b
             held.clear()
             is_too_long, start = False, position
         hold(piece[start:])
+    yield depth, b"", None if is_too_long else bytes(held)
