@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -338,6 +339,29 @@ def figures(num_pairs: int, *, num_whole: int = 0) -> dict[str, int]:
     """Return the two figures of the benchmark; see `pairs_told_apart`."""
     tried, apart = pairs_told_apart(num_pairs, num_whole=num_whole)
     return {"hostile_pairs": tried, "hostile_pairs_told_apart": len(apart)}
+
+
+def longest_record_seconds(turns: int = 3) -> dict[str, float]:
+    """Return what the longest allowed record adds to an answer, and one of 16 MB that is dropped; the least of `turns`.
+
+    The steps are left out: there a text of any length is `max_length` tokens.
+    """
+    whole = b"word " * (MAX_RECORD_BYTES // 5 - 10)
+    records = {"none": [], "longest": [whole + b",5,zoe"], "dropped": [b"x" * 2**24 + b",5,zoe"]}
+    with tempfile.TemporaryDirectory() as name:
+        bench = Bench(Path(name))
+        with short_training(Path(name), "record"):
+            taken = {key: min(_seconds(bench, extra) for _ in range(turns)) for key, extra in records.items()}
+    return {
+        "longest_record_seconds": taken["longest"] - taken["none"],
+        "dropped_record_seconds": taken["dropped"] - taken["none"],
+    }
+
+
+def _seconds(bench: Bench, extra: list[bytes]) -> float:
+    started = time.perf_counter()
+    bench.seen(FORMATS["csv"], extra, 0)
+    return time.perf_counter() - started
 
 
 def _search(bench: Bench, form: str, without: tuple[object, ...], num_pairs: int) -> tuple[int, list[str]]:

@@ -23,6 +23,7 @@ from dpmerge.common.tabular.rows import MAX_RECORD_BYTES, NOT_A_RECORD, NOT_AN_A
 
 LINES, COLUMNS = "lines", "columns"
 _OUTSIDE = re.compile(rb'["\[\]{},:]')
+_DEEP = re.compile(rb'"|[\[{]+|[\]}]+')
 _IN_STRING = re.compile(rb'"|\\.?', re.DOTALL)
 _BROKEN = object()
 
@@ -111,13 +112,17 @@ def _scan(pieces: Iterable[bytes], deepest: int) -> Iterator[tuple[int, bytes, b
     for piece in pieces:
         start, position = 0, 1 if is_escaped and piece else 0
         is_escaped = is_escaped and not piece
-        while match := (_IN_STRING if in_string else _OUTSIDE).search(piece, position):
+        while match := (_IN_STRING if in_string else _DEEP if depth > deepest else _OUTSIDE).search(piece, position):
             mark, position = match[0], match.end()
             if mark[:1] == b"\\":
                 is_escaped = len(mark) == 1
                 continue
             if mark == b'"':
                 in_string = not in_string
+                continue
+            if depth > deepest:  # a run of brackets
+                up, down = len(mark), min(len(mark), depth - deepest)
+                depth, position = (depth + up, position) if mark[:1] in b"[{" else (depth - down, match.start() + down)
                 continue
             before = depth
             if mark in b"[{":

@@ -79,3 +79,9 @@ def test_a_reader_that_stops_at_a_record_is_told_apart(monkeypatch):
         monkeypatch.delitem(FORMATS, name)
     _, apart = hostile.pairs_told_apart(2)
     assert apart
+
+
+def test_the_longest_record_and_a_longer_one_cost_little():
+    """Trap 18; before there were bounds, a text of 16 MB took 48 seconds."""
+    found = hostile.longest_record_seconds(turns=2)
+    assert max(found.values()) < 1.0
