@@ -277,10 +277,11 @@ class Bench:
                 key_file=self._folder / "shop.pem",
                 server_keys=(KEY.public,),
             )
+            before = set(place.rglob("*"))
             outcome = answer(site, Terms(terms_hash(site.plan, self._base_sha256), FEDERATION))
             sizes = {name: len(data) for name, data in outcome.files.items()}
-            outside = sorted(path.name for path in place.iterdir())
-            return outcome.code, outcome.reason, sizes, outside
+            made = {path for path in set(place.rglob("*")) - before if not path.is_relative_to(site.folder)}
+            return outcome.code, outcome.reason, sizes, made
         finally:
             shutil.rmtree(place)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dpmerge.client.app import FAILURE
+from dpmerge.client.app import FAILED, FAILURE
 from dpmerge.client.party import read_training
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.errors import CODES
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.app import Collection
@@ -16,6 +17,7 @@ from dpmerge.server.merging.deltas import Adapter
 from dpmerge.server.merging.merge import Merged
 from dpmerge.server.noise_share import noise_share
 from dpmerge.server.reception import Reception
+from dpmerge.simulations.flower import PARTIES
 from dpmerge.simulations.results import Accuracies, PartyResult, Status
 
 NEXT = {"keep": "go on with --resume, which waits for it", "refuse": "this federation takes no more releases"}
@@ -67,10 +69,16 @@ def _why_absent(party: str, collection: Collection, reception: Reception) -> tup
 
 
 def _own_words(folder: Path, reason: str) -> str:
-    """Return what the party itself noted about its failure, where the reply does not say it."""
+    """Return the code that the party itself noted where the reply has the common one, and where its words are.
+
+    Its words may quote the data, and results are shown to others.
+    """
     path = folder / FAILURE
-    words = path.read_text(encoding="utf-8").strip() if path.exists() else ""
-    return f" (here: {words})" if words and words.partition(": ")[2] not in reason else ""
+    if not reason.startswith(FAILED) or not path.exists():
+        return ""
+    code = path.read_text(encoding="utf-8").partition(":")[0]
+    words = f"{code}, {CODES[code]}; " if code in CODES else ""
+    return f" (there: {words}in full in {PARTIES}/{folder.name}/{FAILURE})"
 
 
 def _absent(plan: PartyPlan, status: Status, reason: str) -> PartyResult:
