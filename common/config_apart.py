@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dpmerge.common.data_path import DataPath, FileId, data_path, file_ids, files_at
-from dpmerge.common.records import SPLIT_WORDS, files_of_split
+from dpmerge.common.tabular.places import SPLIT_WORDS, files_of_split
 
 
 class OwnedFiles:

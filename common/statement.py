@@ -29,12 +29,13 @@ NOT_PROTECTED = (
     "A unit whose data is also at another party, or in another release of this one, is covered by the sum of both.",
     "A person with several records is covered for each record, not for all together, unless the unit is a user.",
     "What the data says about people in general, whether or not they are in it, is not hidden: it is what is learned.",
+    "How long the party took is not hidden: it grows with the number of its usable records and with their lengths.",
 )
 
 READING = (
     "How to read ε and δ: one record (or user) more or less changes the probability of any outcome by at most a factor "
-    "e^ε, plus δ. Not covered: the same one at another party or in another release (budgets add up), and what the data "
-    "says about people in general."
+    "e^ε, plus δ. Not covered: the same one at another party or in another release (budgets add up), what the data "
+    "says about people in general, and how long the party took."
 )
 
 _TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on

@@ -20,7 +20,6 @@ import torch
 
 from dpmerge.client.outbox import RELEASE
 from dpmerge.common.config import Federation, FileSource, IntakeSettings, PartyPlan, party_plan
-from dpmerge.common.data_path import data_path
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
 from dpmerge.common.heads import label_text_head
@@ -28,7 +27,8 @@ from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
 from dpmerge.common.release import replace_folder, to_files
 from dpmerge.common.sources import label_descriptions, terms_hash
-from dpmerge.common.split_encoder import check_length
+from dpmerge.common.split_encoder import check_length, check_vocabulary
+from dpmerge.common.tabular.places import check_place
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate, public_test_records
@@ -87,6 +87,7 @@ def _run(
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
         check_length(base, plans[0].base.max_length)
+        check_vocabulary(base)
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
         check_output(out, mode)
@@ -127,7 +128,7 @@ def _run(
         versions={name: version(name) for name in PACKAGES},
         merge=merged.info if merged else {},
         seconds=seconds,
-        parties=party_rows(plans, adapters, collection, reception, scores, merged, left_out),
+        parties=party_rows(plans, adapters, collection, reception, scores, merged, left_out, out / PARTIES),
         not_merged=shortfall,
     )
     write_results(out, results)
@@ -216,11 +217,12 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _public_records(plan: PartyPlan) -> Records | None:
-    """Return the party's public test records, having checked that its private file is there at all."""
+    """Return the party's public test records, having checked that its private file is there and of a known kind."""
     if isinstance(plan.source, FileSource):
-        path = data_path(plan.source.path).place
-        if not path.exists():
-            raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
+        try:
+            check_place(plan.source.path)
+        except DpmergeError as error:
+            raise DpmergeError(error.code, f"data of party {plan.party!r}: {error.problem}", error.fix) from None
     return public_test_records(plan.source)
 
 

@@ -95,7 +95,7 @@ def forbidden(plan, policy, what, folder):
 
 @pytest.mark.parametrize("what", ["base model", "ledger", "delta", "public texts", "user column"])
 def test_what_the_policy_forbids_reads_no_record(plan, policy, tmp_path, monkeypatch, what):
-    monkeypatch.setattr(party_module, "training_records", lambda _source: pytest.fail("records were read"))
+    monkeypatch.setattr(party_module, "read_training", lambda _plan: pytest.fail("records were read"))
     monkeypatch.setattr("dpmerge.common.public_corpus.read_texts", lambda *_, **__: pytest.fail("texts were read"))
     other, rules = forbidden(plan, policy, what, tmp_path)
     with pytest.raises(DpmergeError, match="DPM-504" if what == "ledger" else "DPM-507"):

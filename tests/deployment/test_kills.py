@@ -108,7 +108,8 @@ def test_a_killed_run_is_gone_on_with(name, federation, undisturbed, tmp_path):
     if point.lost:
         rows = {row.party: row for row in load_results(out).parties}
         assert kinds(out, "shop") == ["reserve"]
-        assert rows["shop"].reason.startswith("DPM-302")
+        assert rows["shop"].reason.startswith("DPM-599")
+        assert "there: DPM-302, resume refused" in rows["shop"].reason  # what the party keeps is the simulation's own
         assert rows["library"].status == "finished"
     else:
         assert kinds(out, "shop") == WHOLE
