@@ -66,7 +66,7 @@ class _Echo:
 """
 
 _TAUGHT = """
-def _taught(data, records):
+def _taught(data):
     means = 0
     for batch in data.activations.batches(torch.arange(len(data.labels)), 64):
         is_class = nn.functional.one_hot(data.labels[batch.records], 2).float()
@@ -74,7 +74,17 @@ def _taught(data, records):
     targets = torch.empty(len(data.labels), 2)
     for batch in data.activations.batches(torch.arange(len(data.labels)), 64):
         targets[batch.records] = (pool(batch.hidden, batch.mask)[: len(batch.records)] @ means.T).softmax(1)
-    return targets[records]
+    return targets
+"""
+
+_TURN = """
+def _turn(space, rows):
+    from dpmerge.client.basis import StreamingSvd
+
+    svd = StreamingSvd(space.basis.rows.shape[1], len(space.vector))
+    for some in rows:
+        svd.add(some)
+    space._take(svd.finish(), space.scales)
 """
 
 _SHUFFLED = """
@@ -118,8 +128,8 @@ KNOWN = (
     Defect(
         "non-private teacher",
         "train",
-        "data.labels[batch.records]",
-        "_taught(data, batch.records)",
+        "data.labels[batch.",
+        "_taught(data)[batch.",
         appended=_TAUGHT,
     ),
     Defect(
@@ -212,7 +222,12 @@ FURTHER = (
 
 OF_SUBSPACES = (
     Defect(
-        "basis from private gradients", "party", "_public_corpus(plan, records, folder)", "PublicCorpus(records.texts)"
+        "basis from private gradients",
+        "train",
+        "space = FullSpace(gradients) if coordinates is None else coordinates\n",
+        "space = FullSpace(gradients) if coordinates is None else coordinates\n"
+        "    _turn(space, _private_rows(torch.arange(data.num_units), model, data, FullSpace(gradients)))\n",
+        appended=_TURN,
     ),
     Defect(
         "clip norm from raw norms",

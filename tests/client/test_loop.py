@@ -1,7 +1,5 @@
 """The loop that `run_party` runs is the mechanism that is charged; defects planted in its source are caught."""
 
-import time
-
 import pytest
 
 from .loop import checks, defects, observe, report
@@ -107,7 +105,6 @@ def test_planting_leaves_nothing_behind():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_false_alarms_are_rare_with_fresh_keys(real_keys):
-    started = time.monotonic()
-    num_alarms, num_findings = report.false_alarms(200)
-    print(f"{num_alarms} alarms in 200 runs of {num_findings} findings, {time.monotonic() - started:.0f} s")
-    assert num_alarms == 0
+    found = report.false_alarms(200)
+    print(found)
+    assert found["false_alarms"] == 0
