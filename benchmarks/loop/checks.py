@@ -89,7 +89,7 @@ def answers_are_clipped_sums_with_noise(loop: Loop) -> Iterator[Finding]:
             yield exactly(what, math.isclose(_named_clip_norm(query, loop), loop.clip_norm, rel_tol=1e-5))
         else:
             due = query.clipped + query.scale * query.noise
-            rounding = 1e-3 * query.clip * len(query.records) + 1e-5 * float(due.norm())
+            rounding = 2e-3 * query.clip * len(query.records) + 1e-5 * float(due.norm())
             if query.answer is not None:
                 yield exactly(what, bool((query.answer - due).norm() <= rounding))
             elif query.direction is not None:
