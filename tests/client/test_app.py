@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dpmerge.client import app
+from dpmerge.client import app, party
 from dpmerge.client.app import answer
 from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import CODES, DpmergeError
