@@ -138,7 +138,7 @@ def non_private_teacher():
         means = 0
         for batch in data.activations.batches(torch.arange(len(data.labels)), 64):
             is_class = torch.nn.functional.one_hot(data.labels[batch.records], 2).float()
-            means = means + is_class.T @ pool(batch.hidden, batch.mask)
+            means = means + is_class.T @ pool(batch.hidden, batch.mask)[: len(batch.records)]
         return means
 
     def distilled(privatiser, sample, model, data, gradients):
@@ -150,7 +150,7 @@ def non_private_teacher():
                     lambda batch=batch, targets=targets: cross_entropy(
                         model(batch.hidden, batch.mask), targets, reduction="none"
                     )
-                )
+                )[: len(batch.records)]
             )
         return privatiser.finish()
 
