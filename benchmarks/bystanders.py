@@ -5,8 +5,8 @@
 The row is what the privatiser clips: the per-example gradient, and its projection to a subspace. One record is left out
 of the data set and of the sample, everything is encoded and computed anew, and every other record's row is compared:
 ‖difference‖ / ‖row‖, the largest over all bystanders and neighbours. `plain` encodes and computes batches of whatever
-records there are; the other figures are those of `Activations` as it is. MKL_ENABLE_INSTRUCTIONS = SSE4_2, AVX2 or AVX512
-shows the arithmetic of other processors.
+records there are; the other figures are those of `Activations` as it is. MKL_ENABLE_INSTRUCTIONS = SSE4_2, AVX2 or
+AVX512 shows the arithmetic of other processors.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _llama() -> Base:
 
 
 def figures(num_records: int, num_neighbours: int) -> dict[str, float]:
-        """Return the largest relative change of a gradient and of a projection, over all bystanders."""
+    """Return `bystander_change_max` and, without fixed shapes, `bystander_change_max_plain`; and each model's own."""
     found: dict[str, float] = defaultdict(float)
     for model in MODELS:
         bystanders = Bystanders(model, num_records)

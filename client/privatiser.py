@@ -28,10 +28,11 @@ class Privatiser:
 
     Guarantees:
         Unit and neighbours: the mechanism's; each row is one unit's gradient. L2 sensitivity of the sum before noise:
-        at most `l2_clip_norm`, for every input, by margin: (1 − `COMPANY_MARGIN`) of it for the unit's own row. With secure noise the sum is of integers (each row scaled
-        and truncated toward zero onto a grid of σ·C/2²⁰) and exact in int64, so that this holds for the computed sum
-        too, and the split into physical batches cannot change a bit. Noise is added exactly once per `finish`, on
-        empty batches too. A row that is not finite counts as zero, silently: any sign of it would tell of private data.
+        at most `l2_clip_norm`, for every input, by margin; the unit's own row is at most (1 − `COMPANY_MARGIN`) of it.
+        With secure noise the sum is of integers (each row scaled and truncated toward zero onto a grid of σ·C/2²⁰) and
+        exact in int64, so that this holds for the computed sum too, and the split into physical batches cannot change a
+        bit. Noise is added exactly once per `finish`, on empty batches too. A row that is not finite counts as zero,
+        silently: any sign of it would tell of private data.
 
     Args:
         mechanism: The accounted mechanism.
