@@ -17,8 +17,8 @@ from dpmerge.common.mechanism import COMPANY_MARGIN
 from dpmerge.common.model import attach_lora, load_base
 from dpmerge.common.split_encoder import SplitEncoder
 
-TEXTS = [" ".join(["good", "bad", "so", "and", "so"][: 1 + n % 5] * (1 + n % 6)) + f" {n}" for n in range(40)]
-CAPACITY = 24
+TEXTS = [" ".join(["good", "bad", "so", "and", "so"][: 1 + n % 5] * (1 + n % 6)) + f" {n}" for n in range(24)]
+CAPACITY = 12
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +48,11 @@ def rows_of(parts, space: Coordinates, kept: list[int], cached: bool = True) -> 
     return dict(zip([kept[n] for n in order.tolist()], rows, strict=True))
 
 
-@pytest.mark.parametrize("place", [3, 4])
-@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(("place", "cached"), [(3, True), (4, False)])
 def test_rows_of_bystanders_stay_within_what_the_margin_covers(parts, place, cached):
     space = parts[place]
     everybody = rows_of(parts, space, list(range(len(TEXTS))), cached)
-    for absent in (0, 17, 39):
+    for absent in (0, 17):
         others = rows_of(parts, space, [n for n in range(len(TEXTS)) if n != absent], cached)
         for record, row in others.items():
             assert (row - everybody[record]).norm() <= COMPANY_MARGIN / (2 * len(TEXTS)) * row.norm()
