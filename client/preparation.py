@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 
 from dpmerge.client.budget import check_cap
 from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
@@ -28,6 +28,7 @@ from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.train import Classifier
 from dpmerge.client.trained_space import TrainedSpace, trained_space
 from dpmerge.common.accounting import cross_check
+from dpmerge.common.activations import num_rows
 from dpmerge.common.config import FileSource, PartyPlan
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapter_config
@@ -142,20 +143,29 @@ def _gradients(classifier: Classifier, plan: PartyPlan, folder: Path) -> PerExam
 def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan) -> None:
     """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
 
+    Batches have the shapes of the training, at its shortest, middle and longest padded length; the frozen layers are
+    run too. Descriptions are repeated up to the length, less a few tokens.
+
     Raises:
         DpmergeError: DPM-502 if an example's gradient depends on its company.
     """
-    if gradients.capacity < 2:
-        return  # batches of one: no example has company
-    rows = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
-    ids, mask = pad(rows, int(model.base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
-    hidden, labels = model.split.trunk(ids, mask), torch.arange(len(rows))
-    gradients.check_independent(
-        lambda some: nn.functional.cross_entropy(
-            model.classifier(hidden[some], mask[some]), labels[some], reduction="none"
-        ),
-        min(len(rows), gradients.capacity),
-    )
+    tokens = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
+    most = plan.base.max_length
+    lengths = sorted({padded_length(count, most) for count in range(1, most + 1)})
+    for length in sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]}):
+        num_examples = num_rows(length, gradients.capacity)
+        if num_examples < 2:
+            return  # batches of one: no example has company
+        filled = [(tokens[n % len(tokens)] * length)[: max(1, length - n % 4)] for n in range(num_examples)]
+        ids, mask = pad(filled, int(model.base.tokenizer.pad_token_id), length)
+        labels = torch.arange(num_examples) % len(tokens)
+
+        def losses(places: Tensor, ids: Tensor = ids, mask: Tensor = mask, labels: Tensor = labels) -> Tensor:
+            hidden = model.split.trunk(ids[places], mask[places])
+            scores = model.classifier(hidden, mask[places])
+            return nn.functional.cross_entropy(scores, labels[places], reduction="none")
+
+        gradients.check_independent(losses, num_examples, num_bystanders=gradients.capacity)
 
 
 def _statement(

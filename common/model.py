@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.assets import ASSETS, model_folder
+from dpmerge.common.attention import always_mask
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import PEFT_PREFIX
 
@@ -93,6 +94,7 @@ def load_base(name: str) -> Base:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     encoder.eval().requires_grad_(False)
+    always_mask(encoder)
     public_name = name if is_alias or not Path(name).exists() else Path(name).resolve().name
     encoder.name_or_path = public_name  # PEFT copies it into every adapter_config.json
     return Base(

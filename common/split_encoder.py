@@ -20,8 +20,12 @@ from dpmerge.common.model import Base
 from dpmerge.common.tabular.rows import max_characters
 
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-LENGTH_STEP = 4
-"""Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
+LENGTHS = (12, 16, 20, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts are padded to one of these, beyond them to a multiple of the last: few of them fill their batches best.
+
+All are multiples of 4, so that a multiple of 12 records has a multiple of 48 tokens (`activations.ROWS_UNIT`).
+"""
+_STEP = 4
 
 
 class _Replace(nn.Module):
@@ -118,13 +122,16 @@ def _token_ids(base: Base, texts: list[str], max_length: int) -> list[list[int]]
     return ids
 
 
-def padded_length(num_tokens: int) -> int:
-    """Round a token count up to the next multiple of `LENGTH_STEP`.
+def padded_length(num_tokens: int, max_length: int) -> int:
+    """Return the length of `LENGTHS` that a record of so many tokens is padded to: a function of that record alone.
 
-    >>> padded_length(9), padded_length(12)
-    (12, 12)
+    No record is padded beyond `max_length`, rounded up to a multiple of 4.
+
+    >>> padded_length(9, 32), padded_length(12, 32), padded_length(21, 32), padded_length(21, 22)
+    (12, 12, 32, 24)
     """
-    return max(LENGTH_STEP, -(-num_tokens // LENGTH_STEP) * LENGTH_STEP)
+    ladder = next((length for length in LENGTHS if num_tokens <= length), -(-num_tokens // LENGTHS[-1]) * LENGTHS[-1])
+    return min(ladder, -(-max_length // _STEP) * _STEP)
 
 
 def pad(rows: list[list[int]], pad_token_id: int, length: int) -> tuple[Tensor, Tensor]:
@@ -148,11 +155,11 @@ def check_length(base: Base, max_length: int) -> None:
         DpmergeError: DPM-103 with the number of positions.
     """
     positions = getattr(base.encoder.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and padded_length(max_length) > positions:
+    if isinstance(positions, int) and padded_length(max_length, max_length) > positions:
         raise DpmergeError(
             "DPM-103",
             f"base.max_length = {max_length} is more than the {positions} positions of {base.name}",
-            f"choose at most {positions - positions % LENGTH_STEP}",
+            f"choose at most {positions - positions % _STEP}",
         )
 
 
@@ -189,7 +196,7 @@ def check_reach(base: Base, run: Callable[[Tensor, Tensor], object], max_length:
     Raises:
         DpmergeError: DPM-204 if it fails.
     """
-    for length in sorted({LENGTH_STEP, padded_length(max_length)}):
+    for length in sorted({padded_length(1, max_length), padded_length(max_length, max_length)}):
         for token in sorted({highest_token_id(base), int(base.tokenizer.pad_token_id)}):
             ids, mask = pad([[token] * min(length, max_length)], int(base.tokenizer.pad_token_id), length)
             try:

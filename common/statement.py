@@ -14,7 +14,14 @@ from typing import Any, Literal
 from dpmerge.common.accounting import Accounting, epsilon_pld
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.large_delta import is_large
-from dpmerge.common.mechanism import FIELD_NAMES, OPTIONAL_FIELDS, Mechanism, mechanism_of, stated_values
+from dpmerge.common.mechanism import (
+    COMPANY_MARGIN,
+    FIELD_NAMES,
+    OPTIONAL_FIELDS,
+    Mechanism,
+    mechanism_of,
+    stated_values,
+)
 from dpmerge.common.subspace import subspace_problem, subspace_words
 
 SCHEMA = 1
@@ -40,7 +47,16 @@ READING = (
 
 _TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on
 _TEXTS = ("party", "task", "base_sha256", "tuning_disclosure")
-_DERIVED = ("schema", "epsilon", "sampling_prob", "neighboring_relation", "normalisation", "sampling", "noise_seed")
+_DERIVED = (
+    "schema",
+    "epsilon",
+    "sampling_prob",
+    "neighboring_relation",
+    "normalisation",
+    "sampling",
+    "noise_seed",
+    "company_margin",
+)
 _OTHERS = ("labels", "accountant", "trust_model", "not_protected", "sampler_delta", "cross_check", "training")
 _ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
 _WITNESSES = frozenset(("epsilon_prv", "epsilon_rdp", "epsilon_optimistic"))
@@ -91,6 +107,7 @@ def build_statement(
         "neighboring_relation": mechanism.neighboring_relation,
         "normalisation": NORMALISATION,
         "sampling": SAMPLING,
+        "company_margin": COMPANY_MARGIN,
         "noise_seed": noise_seed,
         "accountant": accounting.accountant,
         "cross_check": {
@@ -151,6 +168,7 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
         "neighboring_relation": mechanism.neighboring_relation,
         "normalisation": NORMALISATION,
         "sampling": SAMPLING,
+        "company_margin": COMPANY_MARGIN,
     }
     for key, value in fixed.items():
         found = statement[key]

@@ -140,6 +140,6 @@ def evaluate(
 def _accuracy(split: SplitEncoder, data: Activations, labels: Tensor, head: Head) -> Accuracy:
     num_correct = 0
     for batch in data.batches(torch.arange(len(data)), EVALUATION_BATCH):
-        answers = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head).argmax(-1)
+        answers = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head).argmax(-1)[: len(batch.records)]
         num_correct += int((answers == labels[batch.records]).sum())
     return Accuracy.of(num_correct, len(data))

@@ -56,7 +56,9 @@ def public_statistics(
         with _adapted(base.encoder, adapter, names, probe):
             for start in range(0, len(ids), BATCH):
                 rows = ids[start : start + BATCH]
-                tokens, mask = pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
+                tokens, mask = pad(
+                    rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)), max_length)
+                )
                 probe.see(base.encoder, tokens, mask)
         found[adapter.party] = {name: probe.sums[name] / probe.count for name in names}
     return found

@@ -99,6 +99,7 @@ def test_the_mechanism_comes_back():
         ("sampling_prob", 0.01),
         ("sampling", "shuffled"),
         ("normalisation", "batch_size"),
+        ("company_margin", 0.0),
         ("neighboring_relation", "replace_one"),
         ("schema", 2),
         ("schema", True),
