@@ -149,6 +149,8 @@ def merge(
     )
     try:
         gate = inspect(request)
+        for line in gate.warnings:
+            print(f"warning: {line}", file=sys.stderr)
         if gate.refusals:
             return _refuse(gate, output)
         outcome = run(request, gate)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.release import MERGED, Release, adapter_key
+from dpmerge.common.release import MERGED, Release
 from dpmerge.server.merging.account import measures
 from dpmerge.server.merging.deltas import Adapter, Factors, Modules
 from dpmerge.server.merging.fit import gather
@@ -19,6 +19,7 @@ from dpmerge.server.merging.parameters import Device, check_wrappers, device_of,
 from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, MergeMethod
 from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers
+from dpmerge.server.merging.written import peft_config, saved_modules, tensors_of
 
 RECORDED = (
     "method",
@@ -186,10 +187,6 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
         adapters: The adapters that were merged.
     """
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
-    tensors = {}
-    for name, factors in merged.modules.items():
-        tensors[adapter_key(name, "lora_A")] = factors.a
-        tensors[adapter_key(name, "lora_B")] = factors.b
     weights = dict(zip(merged.info["parties"], merged.info["weights"], strict=True))
     inputs = [
         {"party": a.party, "sha256": a.sha256, "epsilon": a.statement.get("epsilon"), "weight": weights[a.party]}
@@ -203,26 +200,5 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
         **{key: merged.info[key] for key in RECORDED},
     }
     heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
-    return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
-
-
-def _peft_config(modules: Mapping[str, Factors], like: Adapter) -> dict[str, Any]:
-    """Describe the merged factors to PEFT: exact module names, each with its own rank, and a scaling of 1."""
-    ranks = {name: factors.rank for name, factors in modules.items()}
-    common = max(ranks.values())
-    ragged = {name: rank for name, rank in ranks.items() if rank != common}
-    return like.config | {
-        "base_model_name_or_path": like.base,
-        "r": common,
-        "lora_alpha": common,
-        "rank_pattern": ragged,
-        "alpha_pattern": dict(ragged),
-        "use_rslora": False,
-        "lora_dropout": 0.0,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }
+    tensors, config = tensors_of(merged.modules, adapters), peft_config(merged.modules, adapters)
+    return Release(MERGED, tensors, config, heads, {}, record, saved_modules(adapters))

@@ -414,12 +414,18 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "bias": (lambda f: change_config(f, bias="lora_only"), ["bad: ", "bias = 'lora_only'"]),
     "LoRA bias": (lambda f: change_config(f, lora_bias=True), ["bad: lora_bias = True"]),
     "modules to save": (lambda f: change_config(f, modules_to_save=["pooler"]), ["bad: modules_to_save"]),
-    "embedding": (lambda f: change_tensors(f, embedding), ["bad: ", "lora_embedding_A"]),
+    "embedding": (
+        lambda f: change_tensors(f, embedding),
+        ["bad: ", "embeddings.word_embeddings"],
+    ),
     "not LoRA": (lambda f: change_config(f, peft_type="IA3"), ["bad: peft_type = 'IA3'"]),
     "half a pair": (lambda f: change_tensors(f, drop_b), ["bad: ", "lora_A"]),
     "another shape": (lambda f: change_tensors(f, widen), [f"bad: {FIRST} is (8, 16) but (8, 8) at shop, library"]),
     "another rank": (lambda f: change_config(f, r=5), [f"bad: {FIRST} has A (2, 8)"]),
-    "another base": (lambda f: change_config(f, base_model_name_or_path="x/other"), ["bad: base model other but tiny"]),
+    "another base": (
+        lambda f: change_config(f, base_model_name_or_path="x/other"),
+        ["bad: base model x/other but tiny"],
+    ),
     "no base": (lambda f: change_config(f, base_model_name_or_path=""), ["bad: names no base model"]),
     "null for a base": (lambda f: change_config(f, base_model_name_or_path=None), ["bad: names no base model"]),
     "a change beyond fp32": (
