@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import ADAPTER
-from dpmerge.server.merging.names import read_key
+from dpmerge.server.merging.names import read_key, unwrapped
 from dpmerge.server.merging.peft_config import Scalings, check_patterns, check_targets, scalings
 from dpmerge.server.merging.settings import SAVE_AGAIN, check_settings, shown
 from dpmerge.server.merging.stored import StoredTensor
@@ -48,8 +48,10 @@ def read_contents(tensors: Mapping[str, Source], config: Mapping[str, Any], part
     check_patterns(config, party)
     check_settings(config, party)
     parts: dict[str, dict[str, Source]] = {}
-    for key in sorted(tensors):
-        name, part = read_key(key, party)
+    read = {key: read_key(key, party) for key in sorted(tensors)}
+    plain = unwrapped({name for name, _ in read.values()})
+    for key, (wrapped, part) in read.items():
+        name = plain[wrapped]
         if part in parts.setdefault(name, {}):
             problem = f"{party}: {ADAPTER}: two tensors are {part} of {name}, one of them {shown(key)}"
             raise DpmergeError("DPM-402", problem, SAVE_AGAIN)

@@ -1,7 +1,7 @@
 """The names in an adapter's file: modules as the base model calls them, and what each tensor is of its module."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 from dpmerge.common.errors import DpmergeError
@@ -28,22 +28,33 @@ _EXPLAINED = {
 
 
 def plain_name(stem: str) -> str:
-    """Return a module's name in the base model: without PEFT's prefix and what libraries put around a model.
-
-    `module` of DistributedDataParallel and PEFT's own prefix, both also repeated, are taken off the start only, since a
-    model may have a module of its own of this name.
+    """Return a module's name in the base model: without PEFT's prefix, also repeated, and what libraries wrap around.
 
     >>> plain_name("module.base_model.model.base_model.model._orig_mod.layer.0._checkpoint_wrapped_module.query")
     'layer.0.query'
     """
     segments = [segment for segment in stem.split(".") if segment not in WRAPPERS]
-    while True:
-        if segments[:2] == ["base_model", "model"] and len(segments) > 2:
-            segments = segments[2:]
-        elif segments[:1] == ["module"] and len(segments) > 1:
+    while segments[:1] == ["module"] and segments[1:3] == ["base_model", "model"]:
+        segments = segments[1:]
+    while segments[:2] == ["base_model", "model"] and len(segments) > 2:
+        segments = segments[2:]
+        if segments[:3] == ["module", "base_model", "model"]:
             segments = segments[1:]
-        else:
-            return ".".join(segments)
+    return ".".join(segments)
+
+
+def unwrapped(names: Collection[str]) -> dict[str, str]:
+    """Return what each name is without `module`, which DistributedDataParallel puts before all names of a model.
+
+    It is taken off only where all names have it: a model may have a module of its own of this name.
+
+    >>> unwrapped(["module.q", "module.k"]), unwrapped(["module.q", "k"])
+    ({'module.q': 'q', 'module.k': 'k'}, {'module.q': 'module.q', 'k': 'k'})
+    """
+    plain = {name: name for name in names}
+    while plain and all(name.startswith("module.") for name in plain.values()):
+        plain = {name: rest.removeprefix("module.") for name, rest in plain.items()}
+    return plain
 
 
 def read_key(key: str, party: str) -> tuple[str, Part]:

@@ -142,6 +142,8 @@ def matches(pattern: str, name: str) -> bool:
 def first_matches(patterns: Collection[str], names: Collection[str]) -> dict[str, str]:
     """Return the first pattern that matches each name, for those that any matches.
 
+    As in PEFT, a name that no pattern matches is looked up as it is, so that `w[0]` is found under `w[0]` too.
+
     Args:
         patterns: Whoever wrote them.
         names: Dotted names of modules.
@@ -159,7 +161,8 @@ def first_matches(patterns: Collection[str], names: Collection[str]) -> dict[str
         fitting = tails.find(text) if text else [name for name in names if name not in found and matches(pattern, name)]
         for name in fitting:
             found.setdefault(name, pattern)
-    return {name: found[name] for name in names if name in found}
+    known = set(patterns)
+    return {name: found.get(name, name) for name in names if name in found or name in known}
 
 
 def check(patterns: Collection[str], names: Collection[str]) -> None:

@@ -92,7 +92,9 @@ def check_targets(config: Mapping[str, Any], names: Collection[str], party: str)
     targets, excluded = stated(config, "target_modules"), stated(config, "exclude_modules")
     if not isinstance(targets, list):
         return
-    exact, tails = {*targets, *map(plain_name, targets)}, [plain_name(target) for target in targets]
+    tails = [plain_name(target) for target in targets]
+    tails += [tail.removeprefix("module.") for tail in tails if tail.startswith("module.")]
+    exact = set(tails)
     short = {tail for tail in tails if "." not in tail}  # nearly all targets; asked first, since there may be many
     longer = [tail for tail in tails if "." in tail]
     outside = [

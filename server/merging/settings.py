@@ -267,7 +267,7 @@ def shown(value: object, *, quoted: bool = True) -> str:
     (80, 'pi\\x1b[2J')
     """
     text = ascii(value) if quoted or not isinstance(value, str) else ascii(value)[1:-1]
-    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 2]}…{text[-1]}"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 4]}...{text[-1]}"
 
 
 def factor_of(rank: float, alpha: float, *, root: bool) -> float:
