@@ -18,7 +18,7 @@ from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.merging.parameters import Device, check_wrappers, device_of, resolved, weights_of
 from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, MergeMethod
-from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers
+from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers, scale_parties
 from dpmerge.server.merging.written import peft_config, saved_modules, tensors_of
 
 RECORDED = (
@@ -71,6 +71,7 @@ def merge(
     robust: Robust | None = None,
     denoise: bool = False,
     layer_scales: Mapping[str, float] | None = None,
+    party_layer_scales: Mapping[str, Mapping[str, float]] | None = None,
     statistics: Mapping[str, Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     strict: bool = True,
@@ -98,6 +99,8 @@ def merge(
         denoise: Give the method, in place of every party's change, the best linear prediction of its signal from all
             parties' changes; see `wrappers.denoised`.
         layer_scales: Pattern of module names, as in PEFT's `rank_pattern` → factor on the merged change there.
+        party_layer_scales: Party → pattern of module names → factor on that party's change there, before the method.
+            The first pattern that matches holds. Weights stay as they are: a mean divides by their sum.
         statistics: What `regmean` and `fisher` need; see `statistics.public_statistics`.
         seed: Of random masks.
         strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
@@ -115,6 +118,7 @@ def merge(
     place = device_of(device)
     modules, absent = gather(adapters, strict=strict, device=place)
     parties = tuple(adapter.party for adapter in adapters)
+    modules = scale_parties(modules, parties, party_layer_scales or {})
     given = {
         "coefficient": coefficient,
         "density": density,
@@ -129,6 +133,12 @@ def merge(
     parameters = resolved(row, given)
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
     check_wrappers(row, core, robust, denoise, statistics)
+    if party_layer_scales and (row.noise or denoise):
+        problem = (
+            f"merge.party_layer_scales is no choice for {'denoise' if denoise else row.name}, which asks for noise"
+        )
+        fix = "leave it out: what is known of an adapter's noise is about the whole of it"
+        raise DpmergeError("DPM-103", problem, fix)
     noise = tuple(noise_of(adapter) for adapter in adapters) if row.noise or denoise else ()
     recipe = Recipe(
         parties=parties,
@@ -145,6 +155,7 @@ def merge(
         "robust": robust,
         "denoise": denoise,
         "layer_scales": dict(layer_scales or {}),
+        "party_layer_scales": {party: dict(scales) for party, scales in (party_layer_scales or {}).items()},
         "seed": seed,
         "strict": strict,
         "device": place.type,
