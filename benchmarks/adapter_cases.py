@@ -73,6 +73,7 @@ class Case:
         rename: What happens to the keys of the file.
         edit: What is written over in the configuration.
         method: Of the merge.
+        at_hand: Whether the base model's weights are.
         plain: Whether it must be merged, and not refused.
     """
 
@@ -84,6 +85,7 @@ class Case:
     rename: Callable[[str], str] = str
     edit: Mapping[str, Any] = field(default_factory=dict)
     method: str = "average"
+    at_hand: bool = False
     plain: bool = True
 
 
@@ -111,6 +113,14 @@ def model_of(case: Case) -> nn.Module:
         parameter.data.uniform_(-0.5, 0.5, generator=torch.Generator().manual_seed(1))
     root.eval()
     return root
+
+
+def saved_base(case: Case, folder: Path) -> Path:
+    """Save the case's model as a base model is."""
+    folder.mkdir()
+    save_file(model_of(case).state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text("{}")
+    return folder
 
 
 def zeroed(model: nn.Module) -> nn.Module:
@@ -174,7 +184,8 @@ def try_case(case: Case, scratch: Path) -> Result | None:
     except UNMADE:
         return None
     try:
-        gate = inspect([(None, scratch / party) for party in parties], strict=False)
+        base = str(saved_base(case, scratch / "base")) if case.at_hand else ""
+        gate = inspect([(None, scratch / party) for party in parties], strict=False, base=base)
         if gate.refusals:
             said = str(gate.refusals[0])
             return Result(case, None, said, case.plain or not said.startswith(("DPM-402: shop", "DPM-401: shop")))
@@ -328,7 +339,13 @@ SPECIAL = [
     ),
     _special("start loftq", init_lora_weights="loftq", loftq_config={"loftq_bits": 4}),
     *(_special(f"start {start}", plain=True, init_lora_weights=start) for start in ("eva", "orthogonal", "mica")),
-    _special("DoRA", use_dora=True),
+    _special("DoRA without the base", use_dora=True),
+    _special("DoRA", plain=True, more={"at_hand": True}, use_dora=True),
+    _special("DoRA concatenated", plain=True, more={"at_hand": True, "method": "concat"}, use_dora=True),
+    _special(
+        "DoRA rslora bf16", plain=True, more={"at_hand": True, "dtype": torch.bfloat16}, use_dora=True, use_rslora=True
+    ),
+    _special("DoRA Conv1D", plain=True, more=TRANSPOSED | {"at_hand": True}, use_dora=True, fan_in_fan_out=True),
     _special("all biases", bias="all"),
     _special("LoRA biases", bias="lora_only"),
     _special("bias of B", lora_bias=True),

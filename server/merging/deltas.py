@@ -35,9 +35,10 @@ from dpmerge.common.release import (
     release_hash,
 )
 from dpmerge.common.untrusted import MAX_LOCAL_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
-from dpmerge.server.merging.bases import base_id
+from dpmerge.server.merging.bases import base_id, local_folder
 from dpmerge.server.merging.contents import Contents, Source, read_contents
-from dpmerge.server.merging.stored import DTYPES, StoredTensor, frobenius, open_tensors
+from dpmerge.server.merging.dora import Plain
+from dpmerge.server.merging.stored import DTYPES, frobenius, open_tensors
 
 LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever made it
 
@@ -112,13 +113,13 @@ class Factors:
 
 def digest(source: Source) -> bytes:
     """Return a hash of the numbers of a tensor as fp32; of what is stored, where the file kept one, reads nothing."""
-    if isinstance(source, StoredTensor):
+    if not isinstance(source, Tensor):
         return source.sha256
     return hashlib.sha256(source.float().cpu().contiguous().numpy().data).digest()
 
 
 def _norm(source: Source) -> float:
-    return source.norm if isinstance(source, StoredTensor) else frobenius(source)
+    return frobenius(source) if isinstance(source, Tensor) else source.norm
 
 
 def _on(source: Source, device: torch.device) -> Source:
@@ -175,10 +176,15 @@ class Adapter:
         return seed if type(seed) is int else None
 
 
-def read_adapter(folder: Path, party: str | None = None) -> Adapter:
+def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adapter:
     """Open a release, a merged model, or a plain PEFT adapter folder, and check all of it.
 
     The factors stay in the file; every byte is read once here, to hash it and to see that all numbers are finite.
+
+    Args:
+        folder: Where it is.
+        party: Its name, unless it has its own.
+        base: The base model, for adapters that need its weights; empty for the one that they name.
 
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
@@ -211,7 +217,7 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
         release = release_around({}, files, origin, max_json_bytes=MAX_LOCAL_JSON_BYTES)
         return _of_release(release, tensors, saved, origin, whole)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
-    return _of_peft(tensors, config, origin, whole)
+    return _of_peft(tensors, config, origin, whole, base)
 
 
 def _check_file(path: Path, origin: str) -> None:
@@ -245,8 +251,10 @@ def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
     return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, whole)
 
 
-def _of_peft(tensors: Mapping[str, Source], config: dict[str, Any], party: str, sha256: str) -> Adapter:
-    found = read_contents(tensors, config, party)
+def _of_peft(tensors: Mapping[str, Plain], config: dict[str, Any], party: str, sha256: str, base: str = "") -> Adapter:
+    needed = config.get("use_dora") is True
+    place = local_folder(base or str(config.get("base_model_name_or_path") or "")) if needed else None
+    found = read_contents(tensors, config, party, place)
     saved = {party: found.saved} if found.saved else {}
     return Adapter(
         party, _factors(found), config, sha256, embeddings=found.embeddings, copies=found.copies, saved=saved
@@ -254,7 +262,7 @@ def _of_peft(tensors: Mapping[str, Source], config: dict[str, Any], party: str, 
 
 
 def _of_release(
-    release: Release, tensors: Mapping[str, Source], saved: Mapping[str, Source], party: str, sha256: str
+    release: Release, tensors: Mapping[str, Plain], saved: Mapping[str, Source], party: str, sha256: str
 ) -> Adapter:
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
@@ -274,7 +282,7 @@ def _of_release(
     )
 
 
-def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
+def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
     """Return the change of every module of an adapter; see `read_contents`."""
     return _factors(read_contents(tensors, config, party))
 

@@ -110,7 +110,7 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: st
     read, refusals = list[tuple[Adapter, Path]](), list[DpmergeError]()
     for name, folder in inputs:
         try:
-            adapter = read_adapter(folder, name or Path(os.path.realpath(folder)).name)
+            adapter = read_adapter(folder, name or Path(os.path.realpath(folder)).name, base)
             read.append((adapter, folder))
         except DpmergeError as refusal:
             refusals.append(refusal)
@@ -144,6 +144,10 @@ def _warnings(adapters: Sequence[Adapter]) -> list[str]:
         still = [name for name, item in sorted(adapter.modules.items()) if item.scaling == 0]
         if still:
             lines.append(f"{adapter.party}: lora_alpha = 0 for {some(still)}, so that nothing is merged there")
+        if adapter.config.get("use_dora") is True:
+            lines.append(
+                f"{adapter.party}: DoRA's change is of full rank, and so is what is merged with it; see --rank"
+            )
         if adapter.copies:
             names = some(sorted(adapter.copies))
             lines.append(f"{adapter.party}: its copy of {names} is taken for the base model's own and is not written")

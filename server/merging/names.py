@@ -12,16 +12,16 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """What torch.compile, FSDP and activation checkpointing put into names, wherever they wrap."""
 MAX_NAME = 384  # characters of a module's name
 
-Part = Literal["A", "B", "embedding_A", "embedding_B", "base", "saved"]
+Part = Literal["A", "B", "embedding_A", "embedding_B", "magnitude_vector", "base", "saved"]
 
 _PARTS = (
     re.compile(r"(.+)\.lora_(A|B)(?:\.default)?\.weight"),
     re.compile(r"(.+)\.lora_(embedding_[AB])(?:\.default)?"),
+    re.compile(r"(.+)\.lora_(magnitude_vector)(?:\.default)?(?:\.weight)?"),
 )
 _BASE = re.compile(r"(.+)\.base_layer\.weight")
 
 _EXPLAINED = {
-    "lora_magnitude_vector": ("is of DoRA", "train without DoRA, or merge it in full with PEFT's merge_and_unload"),
     "trainable_tokens": ("replaces rows of the embedding", "train without trainable_token_indices"),
     "bias": ("is a trained bias", "train with bias = 'none' and lora_bias = false"),
 }

@@ -168,11 +168,7 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "enable_lora": _off(None, why="of PEFT 0.2: B A acts on parts of a fused layer"),
     "megatron_config": _off(None, why="the layers are Megatron's, split over devices"),
-    "use_dora": _off(
-        False,
-        why="the change is m (W + s B A) / ‖W + s B A‖ - W, which is of full rank and needs the base model's weights",
-        fix="write it in full with PEFT's merge_and_unload and extract LoRA from that, or train without DoRA",
-    ),
+    "use_dora": _understood(False, *BOTH),
     "lora_bias": _off(False, why="B has a bias, which changes outputs beside the weight"),
     "use_qalora": _off(False, why="inputs are pooled before A"),
     "use_bdlora": _off(None, False, why="A or B is block-diagonal and stored in another shape"),
