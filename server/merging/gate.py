@@ -129,13 +129,14 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: st
 
 def _on_base(adapters: Sequence[Adapter], base: str) -> list[DpmergeError]:
     """Hold the adapters against their base model, where it lies on this machine."""
-    stated = [base] if base else [str(item.config.get("base_model_name_or_path") or "") for item in adapters]
-    folder = next((found for name in stated if (found := local_folder(name))), None)
-    if folder is None or not adapters:
+    named = [item for item in adapters if base or not item.base_sha256]  # of others a hash says more than the name
+    places = [base] if base else [str(item.config.get("base_model_name_or_path") or "") for item in named]
+    folder = next((found for name in places if (found := local_folder(name))), None)
+    if folder is None or not named:
         return []
     from dpmerge.server.merging.on_base import misplaced  # transformers takes a second to import
 
-    return misplaced(adapters, folder)
+    return misplaced(named, folder)
 
 
 def _warnings(adapters: Sequence[Adapter]) -> list[str]:

@@ -480,7 +480,10 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "pickle": (pickle_only, ["holds only pickled weights (adapter_model.bin)"]),
     "truncated": (truncate, ["bad: adapter_model.safetensors", "[truncated]"]),
     "NaN": (lambda f: change_tensors(f, poison), ["bad: ", "adapter_model.safetensors", FIRST]),
-    "DoRA": (lambda f: change_config(f, use_dora=True), ["bad: use_dora = True"]),
+    "DoRA": (
+        lambda f: change_config(f, use_dora=True),
+        ["bad: encoder.layer.0.attention.self.query is without lengths under DoRA"],
+    ),
     "bias": (lambda f: change_config(f, bias="lora_only"), ["bad: ", "bias = 'lora_only'"]),
     "LoRA bias": (lambda f: change_config(f, lora_bias=True), ["bad: lora_bias = True"]),
     "modules to save": (lambda f: change_config(f, modules_to_save=["pooler"]), ["bad: modules_to_save"]),
