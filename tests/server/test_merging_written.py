@@ -16,6 +16,7 @@ from dpmerge.common.release import write_release
 from dpmerge.server.merging.deltas import Adapter, read_adapter
 from dpmerge.server.merging.gate import inspect
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.statistics import public_statistics
 
 PREFIX = "base_model.model."
 
@@ -191,6 +192,13 @@ def test_embeddings_are_merged_and_written_as_peft_keeps_them(tmp_path: Path) ->
     assert again.embeddings == {"embed"}
     mean = (own[0].modules["embed"].delta() + own[1].modules["embed"].delta()) / 2
     torch.testing.assert_close(again.modules["embed"].delta(), mean)
+
+
+@pytest.mark.parametrize("kind", ["gram", "fisher"])
+def test_embeddings_have_no_statistics(tmp_path: Path, kind: Any) -> None:
+    item = read_adapter(embedded(tmp_path / "shop", 1))
+    with pytest.raises(DpmergeError, match="shop adapts embeddings"):
+        public_statistics(None, [item], {"shop": ["a text"]}, kind=kind, max_length=8)  # type: ignore[arg-type]  # unread
 
 
 def with_copy(folder: Path, seed: int, copy: Tensor) -> Path:
