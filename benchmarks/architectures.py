@@ -183,7 +183,7 @@ def trained(folder: Path, layers: str) -> PartyModel:
 def batch_of(base: Base) -> Tokens:
     """Return the texts as one padded batch."""
     rows = tokenize(base, TEXTS, MAX_LENGTH)
-    return Tokens(*pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)))))
+    return Tokens(*pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)), MAX_LENGTH)))
 
 
 def worst_split(base: Base) -> float:

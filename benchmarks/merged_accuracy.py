@@ -93,7 +93,7 @@ class Examiner:
         right = torch.zeros(len(chosen.labels), dtype=torch.bool)
         with changed(self._encoder, modules, multiplier):
             for batch in chosen.data.batches(torch.arange(len(right)), BATCH):
-                features = pool(self._split.top(batch.hidden, batch.mask), batch.mask)
+                features = pool(self._split.top(batch.hidden, batch.mask), batch.mask)[: len(batch.records)]
                 right[batch.records] = logits(features, chosen.head).argmax(-1) == chosen.labels[batch.records]
         return right.numpy()
 

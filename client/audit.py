@@ -1,11 +1,11 @@
-"""What the mechanism leaks, measured: a lower bound on ε from canaries sent through the real parts.
+"""What training leaks, measured: a lower bound on ε from canaries sent through the training loop itself.
 
-The accountant gives an upper bound on paper. This gives a lower bound from outputs alone: too little noise, no clipping
-or a query that nobody charged lift it above the claim.
+The accountant gives an upper bound on paper. This gives a lower bound from outputs alone: too little noise, no
+clipping, raw gradients in a step or a query that nobody charged lift it above the claim.
 
 A canary is a record whose gradient points along its own coordinate, far longer than the clip norm, whenever it is
-sampled: the worst record there is. A fair coin decides whether it is in the data; an observer who sees every noisy
-gradient guesses the coin.
+sampled: the worst record there is. A fair coin decides whether it is in the data; an observer who sees every iterate
+of `train`, and is told the answers of its ascent queries, guesses the coin.
 
 >>> mechanism = Mechanism(noise_multiplier=1.0, l2_clip_norm=1.0, population=8, expected_batch_size=4, num_steps=4,
 ...                       target_delta=0.01, num_coordinates=256, noise="fast")
@@ -16,47 +16,34 @@ gradient guesses the coin.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from scipy.stats import beta
-from torch import Tensor
+from torch import Tensor, nn
 
-from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
-from dpmerge.client.privatiser import Privatiser
+from dpmerge.client.gradients import PerExampleGradients
+from dpmerge.client.noise import FastNoise, SecureNoise
 from dpmerge.client.sampling import PoissonSampler
+from dpmerge.client.subspace import FullSpace
+from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
+from dpmerge.client.units import Users
 from dpmerge.common.accounting import epsilon_pld
-from dpmerge.common.mechanism import Mechanism, NoiseMode
+from dpmerge.common.activations import Activations, Batch
+from dpmerge.common.config import TrainingSettings
+from dpmerge.common.mechanism import Mechanism
 
 NUM_CANARIES = 2048
 """A good number per run: the fixed cost of a step is small beside it, and its rows stay in cache."""
 
-_PHYSICAL_BATCH = 64  # canaries per `accumulate`: a logical step takes several, as in training
+_PHYSICAL_BATCH = 64  # canaries per physical batch: a logical step takes several, as in training
 _CANARY_NORM = 16.0  # times C: a canary is only as harmless as the clipping makes it
+_STILL = 2.0**-20  # how far a step moves a canary's score, in standard deviations of noise: its gradient stays put
 _NUM_THRESHOLDS = 512
-
-
-def fresh_noise(mode: NoiseMode) -> NoiseSource:
-    """Return a noise source keyed by the operating system."""
-    return SecureNoise() if mode == "secure" else FastNoise()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts under audit; the defaults are what training uses.
-
-    Attributes:
-        privatiser: Takes a mechanism, P, a noise source and `query`.
-        sampler: Takes q and the number of units.
-        noise: Takes the noise mode.
-    """
-
-    privatiser: Callable[..., Privatiser] = Privatiser
-    sampler: Callable[[float, int], PoissonSampler] = PoissonSampler
-    noise: Callable[[NoiseMode], NoiseSource] = fresh_noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +79,18 @@ def audit_mechanism(
     num_trials: int = 200_000,
     confidence: float = 0.999,
     max_seconds: float = math.inf,
-    parts: Parts | None = None,
 ) -> AuditResult:
-    """Bound the mechanism's ε from below by playing the membership game with Dirac canaries.
+    """Bound ε from below by playing the membership game with Dirac canaries against `client.train.train`.
 
-    One run of all T steps holds P = `mechanism.num_coordinates` canaries, one per coordinate, each present by its own
-    fair coin. That gives P trials: no canary has a part in another's coordinate, rows are clipped one by one, Poisson
-    coins and Gaussian noise are independent between coordinates. So each coordinate is the mechanism with one record
-    of sensitivity C in or out, and given the coins the guesses are independent, as Clopper–Pearson needs. That holds
-    of the mechanism *as described*, the hypothesis that an ε̂ above the claim rejects; correlated noise in a broken one
-    can only add to the reasons.
+    One training of all T steps holds P = `mechanism.num_coordinates` canaries, one per coordinate, each present by its
+    own fair coin. That gives P trials: no canary has a part in another's coordinate, rows are clipped one by one,
+    Poisson coins and Gaussian noise are independent between coordinates. So each coordinate is the mechanism with one
+    record of sensitivity C in or out, and given the coins the guesses are independent, as Clopper–Pearson needs. That
+    holds of the mechanism *as described*, the hypothesis that an ε̂ above the claim rejects; correlated noise in a
+    broken one can only add to the reasons.
+
+    Steps are so short that no canary's gradient changes, and perturbations as short: an adaptive observer learns no
+    more of a Gaussian mechanism, whose accounting is the same for all gradients of length C.
 
     The statistic is the log-likelihood ratio of a coordinate's T answers, optimal by Neyman–Pearson. One half of the
     trials chooses threshold and direction (guess "present" above it, or "absent" below it); the other half gives
@@ -116,10 +105,10 @@ def audit_mechanism(
         num_trials: At least this many, in whole runs of P.
         confidence: In (0, 1).
         max_seconds: No further pair of runs starts after this; the clock knows nothing of the outcomes.
-        parts: Other parts than the real ones, for tests of the audit.
 
     Raises:
-        ValueError: If the mechanism has no noise or no coordinates, or another value is out of range.
+        ValueError: If the mechanism has no noise or no coordinates, if it has a clip query, whose answer no canary
+            shows in, or another value is out of range.
 
     References:
         Clopper–Pearson bounds on a distinguisher: arXiv 2006.07709, 2101.04535. Many canaries in one run: arXiv
@@ -130,9 +119,10 @@ def audit_mechanism(
     """
     if not mechanism.private or mechanism.num_coordinates < 1:
         raise ValueError("Expected a private mechanism with num_coordinates of at least 1.")
+    if mechanism.num_clip_queries:
+        raise ValueError("Expected num_clip_queries=0: this audit does not look at the answer of a clip query.")
     if num_trials < 1 or not 0 < confidence < 1:
         raise ValueError(f"Expected num_trials={num_trials} of at least 1 and confidence={confidence} in (0, 1).")
-    parts = Parts() if parts is None else parts
     started = time.monotonic()
     claimed = epsilon_pld(mechanism)
     chosen_on: list[_Trials] = []
@@ -140,8 +130,8 @@ def audit_mechanism(
     while not held_out or 2 * len(held_out) * mechanism.num_coordinates < num_trials:
         if held_out and time.monotonic() - started > max_seconds:
             break
-        chosen_on.append(_run(mechanism, parts))
-        held_out.append(_run(mechanism, parts))
+        chosen_on.append(_run(mechanism))
+        held_out.append(_run(mechanism))
     level = (1 - confidence) / 2  # of each of the two rates
     test = _best_test(_joined(chosen_on), mechanism.target_delta, level)
     return AuditResult(
@@ -177,38 +167,106 @@ def _joined(trials: list[_Trials]) -> _Trials:
     )
 
 
-def _run(mechanism: Mechanism, parts: Parts) -> _Trials:
-    """Run all T steps once on the canaries whose coins say so; return every coordinate's log-likelihood ratio."""
-    num_canaries = mechanism.num_coordinates
-    coins = parts.sampler(0.5, num_canaries).sample()
-    noise = parts.noise(mechanism.noise)
-    sampler = parts.sampler(mechanism.sampling_prob, len(coins))
-    queries = [(parts.privatiser(mechanism, num_canaries, noise, query="descent"), mechanism.noise_multiplier)]
-    if mechanism.ascent_noise_multiplier is not None:
-        ascent = parts.privatiser(mechanism, num_canaries, noise, query="ascent")
-        queries.insert(0, (ascent, mechanism.ascent_noise_multiplier))
-    ratios = torch.zeros(num_canaries, dtype=torch.float64)
-    for _ in range(mechanism.num_steps):
-        sample, evidence = coins[sampler.sample()], torch.zeros_like(ratios)
-        for number, (privatiser, sigma) in enumerate(queries):
-            if number and mechanism.ascent_sampling == "separate":
-                ratios += _sampled_ratio(evidence, mechanism.sampling_prob)
-                sample, evidence = coins[sampler.sample()], torch.zeros_like(ratios)
-            evidence += (2 * _answer(privatiser, sample, mechanism) - 1) / (2 * sigma**2)
+def _run(mechanism: Mechanism) -> _Trials:
+    """Train once on the canaries whose coins say so; return every coordinate's log-likelihood ratio."""
+    coins = PoissonSampler(0.5, mechanism.num_coordinates).sample()
+    descents, ascents = _answers(mechanism, coins)
+    ratios = torch.zeros(mechanism.num_coordinates, dtype=torch.float64)
+    for step, descent in enumerate(descents):
+        evidence = (2 * descent - 1) / (2 * mechanism.noise_multiplier**2)
+        if mechanism.ascent_noise_multiplier is not None:
+            told = (2 * ascents[step] - 1) / (2 * mechanism.ascent_noise_multiplier**2)
+            if mechanism.ascent_sampling == "separate":
+                ratios += _sampled_ratio(told, mechanism.sampling_prob)
+            else:
+                evidence += told
         ratios += _sampled_ratio(evidence, mechanism.sampling_prob)
-    is_present = torch.zeros(num_canaries, dtype=torch.bool)
+    is_present = torch.zeros(mechanism.num_coordinates, dtype=torch.bool)
     is_present[coins] = True
     return _Trials(ratios[is_present].numpy(), ratios[~is_present].numpy())
 
 
-def _answer(privatiser: Privatiser, sample: Tensor, mechanism: Mechanism) -> Tensor:
-    """Return one query's noisy sum [P] in units of C, asked about the canaries in `sample` (coordinates, int64 [m])."""
+def _answers(mechanism: Mechanism, coins: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Train on the canaries in `coins` (coordinates, int64 [m]); return each step's noisy sums [P], in units of C.
+
+    Those of the descents are what moved θ, told from its iterates; those of the ascents are what the loop hands to its
+    coordinates, since only their direction has a part in θ.
+    """
     clip = mechanism.l2_clip_norm or math.inf  # private mechanisms have one
-    for batch in torch.split(sample, _PHYSICAL_BATCH) if len(sample) else ():
-        rows = torch.zeros(len(batch), mechanism.num_coordinates)
-        rows[torch.arange(len(batch)), batch] = _CANARY_NORM * clip
-        privatiser.accumulate(rows)
-    return privatiser.finish().double() * (mechanism.expected_batch_size / clip)
+    score = (
+        2 * _CANARY_NORM * clip
+    )  # of a canary at a weight of one: the logistic loss has half as long a gradient at 0
+    learning_rate = _STILL / (score * clip * max(1.0, mechanism.noise_multiplier))
+    settings = TrainingSettings(
+        expected_batch_size=mechanism.expected_batch_size,
+        num_steps=mechanism.num_steps,
+        optimizer="sgd",
+        learning_rate=learning_rate,
+        sharpness=mechanism.sharpness,
+        ascent_sampling=mechanism.ascent_sampling,
+        rho=2.0**-10 / score,
+    )
+    model, iterates = _CanaryModel(mechanism.num_coordinates), list[Tensor]()
+    users = Users(range(len(coins))) if mechanism.privacy_unit == "user" else None
+    data = PrivateData(_Canaries(coins, mechanism.num_coordinates, score), torch.zeros_like(coins), users)
+
+    def after_step(_step: int, capture: Callable[[], TrainingState]) -> None:
+        iterates.append(capture().theta.double())
+
+    with PerExampleGradients(model, max_examples=_PHYSICAL_BATCH) as gradients:
+        space = _ToldSpace(gradients)
+        sampler = PoissonSampler(mechanism.sampling_prob, data.num_units)
+        noise = SecureNoise() if mechanism.noise == "secure" else FastNoise()
+        train(
+            *(model, data, gradients, (), mechanism, settings, sampler, noise), coordinates=space, after_step=after_step
+        )
+    to_sum = mechanism.expected_batch_size / clip
+    descents = [(before - after) * (to_sum / learning_rate) for before, after in pairwise(iterates)]
+    return descents, [answer.double() * to_sum for answer in space.answers[::2]]
+
+
+class _CanaryModel(Classifier):
+    """The score of class 1 is a weight for each canary, that of class 0 is 0; all canaries are of class 0."""
+
+    def __init__(self, num_canaries: int) -> None:
+        nn.Module.__init__(self)  # no encoder: canaries are at the split already
+        self.head = nn.Linear(num_canaries, 1, bias=False)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Canaries [n, P] and mask [n, 1] → class scores [n, 2]."""
+        score = self.head(hidden)
+        return torch.cat([torch.zeros_like(score), score], dim=1)
+
+
+class _Canaries(Activations):
+    """Canaries as records at the split: one coordinate each."""
+
+    def __init__(self, coordinates: Tensor, width: int, score: float) -> None:
+        self._coordinates, self._width, self._score = coordinates, width, score
+
+    def __len__(self) -> int:
+        return len(self._coordinates)
+
+    def batches(self, records: Tensor, capacity: int) -> Iterator[Batch]:
+        """Split canaries (positions, int64 [m]) into physical batches of at most `capacity`."""
+        for members in torch.split(records, capacity) if len(records) else ():
+            hidden = torch.zeros(len(members), self._width)
+            hidden[torch.arange(len(members)), self._coordinates[members]] = self._score
+            yield Batch(members, hidden, torch.ones(len(members), 1))
+
+
+class _ToldSpace(FullSpace):
+    """All of θ; keeps each answer of the mechanism that the loop makes a gradient of: ascent and descent in turn."""
+
+    def __init__(self, gradients: PerExampleGradients) -> None:
+        super().__init__(gradients)
+        self.answers: list[Tensor] = []
+
+    def gradient(self, answer: Tensor) -> Tensor:
+        """Return the gradient of `vector` that the mechanism's answer stands for."""
+        self.answers.append(answer.clone())
+        return super().gradient(answer)
 
 
 def _sampled_ratio(evidence: Tensor, q: float) -> Tensor:

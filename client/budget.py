@@ -59,13 +59,15 @@ def total_epsilon(charges: Sequence[Mapping[str, Any]], delta: float) -> float:
     return epsilon_together(mechanisms, delta)
 
 
-def charges(entries: Iterable[Entry], dataset: str | None = None) -> list[Mapping[str, Any]]:
-    """Return the charges of all reservations, or of those on one data set."""
-    return [e["charge"] for e in entries if e["kind"] == "reserve" and dataset in (None, e["dataset"])]
+def charges(entries: Iterable[Entry]) -> list[Mapping[str, Any]]:
+    """Return the charges of all reservations."""
+    return [entry["charge"] for entry in entries if entry["kind"] == "reserve"]
 
 
 def check_cap(entries: Iterable[Entry], dataset: str, charge: Mapping[str, Any], cap: Cap) -> None:
-    """Refuse a charge that would bring the data set's total above the cap.
+    """Refuse a charge that would bring the ledger's total above the cap.
+
+    A ledger is of one data set. Every reservation in it counts, by whatever name the data set went then.
 
     Raises:
         DpmergeError: DPM-506 with what was requested, spent, remains and is missing; DPM-507 if its privacy unit is
@@ -75,7 +77,7 @@ def check_cap(entries: Iterable[Entry], dataset: str, charge: Mapping[str, Any],
     if unit != cap.privacy_unit:
         problem = f"unit = {unit!r} where the cap of data set {dataset!r} protects each {cap.privacy_unit}"
         raise DpmergeError("DPM-507", problem, f'set privacy.unit = "{cap.privacy_unit}"')
-    before = charges(entries, dataset)
+    before = charges(entries)
     together = _epsilon([*before, charge], cap.delta)
     if together <= cap.epsilon:
         return

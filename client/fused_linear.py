@@ -25,6 +25,34 @@ from dpmerge.client.gradient_rows import GradientRows, Slot
 
 Forward = Callable[..., Tensor]
 
+_FEWEST_OUTPUTS = 4
+"""Products with fewer columns take other routines, in which a row's last bits depend on its place."""
+
+
+def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x Wᵀ + c, each row by a product of its own, so that its bits do not depend on how many rows there are.
+
+    Heads have one row per example and few classes: no shape of one product for all of them is safe on every processor.
+
+    Args:
+        x: [n, d_in].
+        weight: W [d_out, d_in].
+        bias: c [d_out], or None.
+
+    >>> linear_by_row(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]]), None)
+    tensor([[11.]])
+    """
+    scores = torch.bmm(x[:, None], weight.t().expand(len(x), -1, -1))[:, 0]
+    return scores if bias is None else scores + bias
+
+
+def _narrow(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x Wᵀ for a W [r, d] of few rows, widened with zeros to as many as keep every row of x [n, …, d] alike."""
+    missing = _FEWEST_OUTPUTS - len(weight)
+    if missing <= 0:
+        return F.linear(x, weight)
+    return F.linear(x, F.pad(weight, (0, 0, 0, missing)))[..., : len(weight)]
+
 
 class _LoraFunction(torch.autograd.Function):
     """base + s·(x Aᵀ) Bᵀ, as one node of the graph."""
@@ -43,7 +71,7 @@ class _LoraFunction(torch.autograd.Function):
     ) -> Tensor:
         """Map x [n, …, d_in] and base [n, …, d_out] to [n, …, d_out]; A is [r, d_in], B is [d_out, r]."""
         # The scaling goes onto the r-wide tensor: neither pass then touches a d_out-wide one for it.
-        h = F.linear(x.to(a.dtype), a) * scaling
+        h = _narrow(x.to(a.dtype), a) * scaling
         ctx.save_for_backward(x if slot_a else None, h, a, b)
         ctx.scaling, ctx.rows, ctx.slots, ctx.x_dtype = scaling, rows, (slot_a, slot_b), x.dtype
         y = torch.addmm(base.to(b.dtype).flatten(0, -2), h.flatten(0, -2), b.t())
@@ -62,7 +90,7 @@ class _LoraFunction(torch.autograd.Function):
         if slot_b:
             ctx.rows.add_product(slot_b, wide, h)
         if slot_a or ctx.needs_input_grad[0]:
-            grad_h = (wide @ b) * ctx.scaling
+            grad_h = _narrow(wide, b.t()) * ctx.scaling
             if slot_a:
                 ctx.rows.add_product(slot_a, grad_h, x)
             if ctx.needs_input_grad[0]:
@@ -86,7 +114,8 @@ class _LinearFunction(torch.autograd.Function):
         """Map x [n, …, d_in] to [n, …, d_out]; weight is [d_out, d_in], bias [d_out] or None."""
         ctx.save_for_backward(x if slot_weight else None, weight)
         ctx.rows, ctx.slots, ctx.x_dtype = rows, (slot_weight, slot_bias), x.dtype
-        return F.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+        wide = x.to(weight.dtype)
+        return (linear_by_row(wide, weight, bias) if x.dim() == 2 else F.linear(wide, weight, bias)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -98,7 +127,10 @@ class _LinearFunction(torch.autograd.Function):
             ctx.rows.add_product(slot_weight, g, x)
         if slot_bias:
             ctx.rows.add_sum(slot_bias, g)
-        grad_x = (g.to(weight.dtype) @ weight).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            wide = g.to(weight.dtype)
+            grad_x = (linear_by_row(wide, weight.t(), None) if g.dim() == 2 else wide @ weight).to(ctx.x_dtype)
         return grad_x, None, None, None, None, None
 
 

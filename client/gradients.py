@@ -24,8 +24,11 @@ from dpmerge.client.gradient_routes import fusable, lora_dropouts
 from dpmerge.client.gradient_rows import GradientRows, Slot
 from dpmerge.client.hooked_gradients import HookedGradients
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.mechanism import COMPANY_MARGIN
 
 DEFAULT_MEMORY_BUDGET_BYTES = 2**30
+
+_ALONE_TOLERANCE = 1e-3  # relative: batches of another shape are rounded otherwise, by far less
 
 
 class PerExampleGradients:
@@ -158,33 +161,39 @@ class PerExampleGradients:
                     "move and wrap the model first, then build PerExampleGradients and the optimizer",
                 )
 
-    def check_independent(
-        self, losses: Callable[[slice], Tensor], num_examples: int, *, tolerance: float = 1e-2
-    ) -> None:
+    def check_independent(self, losses: Callable[[Tensor], Tensor], num_examples: int, *, num_bystanders: int) -> None:
         """Test on public or made-up examples that a gradient does not change with the company it is in.
 
-        Finds batch statistics, batch-dependent denominators, in-batch negatives and modules whose first dimension is
-        not the example. Run it in evaluation mode: random masks differ from call to call.
+        A batch is computed, then again with every example at another place, and then each half of them among copies of
+        one other example. Finds couplings down to what `COMPANY_MARGIN` covers: batch statistics, in-batch negatives,
+        packed sequences, products whose last bits depend on the place. One example alone shows what all share: a
+        denominator that is the batch's size. Run it in evaluation mode: random masks differ from call to call.
 
         Args:
-            losses: Maps a slice of the examples to their losses.
-            num_examples: How many there are, at least 2.
-            tolerance: Largest relative L2 difference; couplings change gradients by far more, rounding by far less.
+            losses: Maps positions of examples, int64 [n] and possibly repeated, to their losses [n].
+            num_examples: How many there are, at least 2: the rows of one batch.
+            num_bystanders: How many rows may change together when a unit comes or goes.
 
         Raises:
-            DpmergeError: DPM-502 if a gradient changes.
+            DpmergeError: DPM-502 if a gradient changes by more.
         """
         if num_examples < 2:
             raise ValueError(f"Expected num_examples={num_examples} to be at least 2.")
-        together = self.compute(lambda: losses(slice(0, num_examples)))
-        for n in range(num_examples):
-            alone = self.compute(lambda n=n: losses(slice(n, n + 1)))[0]  # type: ignore[misc]
-            if torch.linalg.vector_norm(together[n] - alone) > tolerance * torch.linalg.vector_norm(alone):
-                raise DpmergeError(
-                    "DPM-502",
-                    "an example's gradient changes with the other examples of its batch",
-                    "remove batch statistics, batch-dependent denominators, in-batch negatives and packed sequences",
-                )
+        everybody = torch.arange(num_examples)
+        together = self.compute(lambda: losses(everybody))
+        norms = torch.linalg.vector_norm(together, dim=1)
+        allowed = COMPANY_MARGIN / (2 * max(1, num_bystanders)) * norms.clamp_min(1e-3 * float(norms.max()))
+        half, stranger = num_examples // 2, torch.zeros_like(everybody)
+        for places, kept in (
+            (everybody.roll(1 + half), everybody >= 0),
+            (torch.where(everybody < half, everybody, stranger + num_examples - 1), everybody < half),
+            (torch.where(everybody < half, stranger, everybody), everybody >= half),
+        ):
+            again = self.compute(lambda places=places: losses(places))  # type: ignore[misc]
+            change = torch.linalg.vector_norm(again - together[places], dim=1)
+            _refuse_company(bool((change <= allowed[places])[kept].all()))
+        alone = self.compute(lambda: losses(everybody[:1]))[0]
+        _refuse_company(bool(torch.linalg.vector_norm(together[0] - alone) <= _ALONE_TOLERANCE * norms[0]))
 
     def close(self) -> None:
         """Give the module its own forwards back; its parameters remain views of θ."""
@@ -275,6 +284,16 @@ def _capacity(theta: Tensor, max_examples: int | None, memory_budget_bytes: int)
             "raise the budget, or lower lora.rank or the number of adapted layers",
         )
     return fitting if max_examples is None else min(fitting, max_examples)
+
+
+def _refuse_company(holds: bool) -> None:
+    if not holds:
+        raise DpmergeError(
+            "DPM-502",
+            "an example's gradient changes with the other examples of its batch",
+            "remove batch statistics, batch-dependent denominators, in-batch negatives and packed sequences; "
+            "if there are none, lower expected_batch_size: this machine rounds a row by its place in the batch",
+        )
 
 
 def _is_view(tensor: Tensor, theta: Tensor, start: int) -> bool:

@@ -1,7 +1,12 @@
 """What a data set has spent: an append-only, hash-chained, fsynced file that stays with the site.
 
+    bound                                     (a site's: whose ledger it is; a simulation's begins empty)
     reserve ──▶ released ──▶ receipt
        └──────▶ abandoned
+
+A ledger is created by an explicit act, of a data set's owner or of a simulation. One that is not there is an error:
+absence is never taken for nothing spent. A site's ledger names its data set and the place of the data, so that one that
+was moved, or whose data set was renamed, is found out.
 
 A reservation charges all T steps before the first noise draw; a crash after it counts as spent. It may only go on with
 the data and the configuration that it is bound to. One JSON object per line, each holding the SHA-256 of the line
@@ -14,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ from filelock import FileLock
 
 from dpmerge.client.budget import Cap, check_cap
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import make_durable, replace_file
 from dpmerge.common.untrusted import ReleaseRefused, parse_json
 
 GENESIS = "0" * 64
@@ -51,6 +56,19 @@ class Reservation:
     is_new: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """Whose ledger it is.
+
+    Attributes:
+        dataset: The data set's id in the site's policy.
+        place: Where its records are: a resolved path, or a task's name.
+    """
+
+    dataset: str
+    place: str
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a ledger: what it says, and the SHA-256 of its bytes, which was the head once."""
@@ -66,11 +84,64 @@ class Ledger:
         self._path = path
         self._lock = FileLock(str(path) + ".lock")
 
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return self._path
+
+    def exists(self) -> bool:
+        """Whether it is there; one that is not tells nothing of what was spent."""
+        return self._path.is_file()
+
+    def create(self, bound: Bound | None = None) -> Ledger:
+        """Begin it, with nothing spent, and return it.
+
+        Args:
+            bound: Whose it is; None, for a simulation, leaves that open.
+
+        Raises:
+            DpmergeError: DPM-504 if it is there.
+        """
+        with self._lock:
+            if self._path.exists():
+                fix = "keep it: what it holds was spent"
+                raise DpmergeError("DPM-504", f"the ledger {self._path.name} exists", fix)
+            content = b"" if bound is None else _line(_binding(bound), GENESIS)
+            replace_file(self._path, content, mode=0o600, durable=True)
+        return self
+
+    def bind(self, bound: Bound) -> None:
+        """Say anew whose it is: all that was ever charged in it counts for that data set from now on."""
+        with self._lock:
+            if self.bound() != bound:
+                self._append(_binding(bound))
+
+    def bound(self) -> Bound | None:
+        """Return whose it is; None if nobody said."""
+        return _bound(self.entries())
+
+    def check_bound(self, bound: Bound) -> None:
+        """Refuse a ledger that is not there, or is not this data set's.
+
+        Raises:
+            DpmergeError: DPM-504.
+        """
+        if not self.exists():
+            problem = f"data set {bound.dataset!r} has no ledger at {self._path}: what it has spent is not known"
+            fix = "bring it back (a volume that is not mounted?); only if nothing was ever trained on the data set, "
+            raise DpmergeError("DPM-504", problem, f"{fix}run `dpmerge ledger create POLICY.toml {bound.dataset}`")
+        found = self.bound()
+        if found != bound:
+            whose = "nothing" if found is None else f"data set {found.dataset!r} at {found.place}"
+            problem = f"the ledger {self._path.name} is bound to {whose}, not to {bound.dataset!r} at {bound.place}"
+            fix = "put the old id and place back; if it is the data of this ledger under a new name or at a new place, "
+            raise DpmergeError("DPM-504", problem, f"{fix}run `dpmerge ledger bind POLICY.toml {bound.dataset}`")
+
     def lines(self) -> list[Line]:
         """Return all lines, oldest first.
 
         Raises:
-            DpmergeError: DPM-504 if a line is damaged or the chain is broken.
+            DpmergeError: DPM-504 if it is not there, a line is damaged or the chain is broken.
         """
         return _parse(self._content(), self._path.name)
 
@@ -99,11 +170,12 @@ class Ledger:
             binding: SHA-256 over data and configuration.
             charge: ε, δ and the mechanism's numbers, for people and accountants to read.
             reservation: Id of the reservation, known to whoever continues it; None makes one up.
-            cap: What all reservations on the data set together may cost; None sets no bound.
+            cap: What all reservations in this ledger together may cost; None sets no bound.
 
         Raises:
-            DpmergeError: DPM-504 if the reservation was made for other data or settings, or is closed. DPM-506 if the
-                cap would be exceeded, DPM-507 if its privacy unit is another; nothing is charged then.
+            DpmergeError: DPM-504 if the ledger is not there or is another data set's, or the reservation was made for
+                other data or settings, or is closed. DPM-506 if the cap would be exceeded, DPM-507 if its privacy unit
+                is another; nothing is charged then.
         """
         charge = json.loads(json.dumps(charge))  # as every later reader will see it
         with self._lock:
@@ -111,7 +183,12 @@ class Ledger:
             found = _find(entries, reservation) if reservation is not None else None
             if found is not None:
                 _check_continues(found, entries, binding)
+                make_durable(self._path)  # whoever charged it may have died before it was
                 return found
+            whose = _bound(entries)
+            if whose is not None and whose.dataset != dataset:
+                problem = f"the ledger {self._path.name} is that of data set {whose.dataset!r}, not of {dataset!r}"
+                raise DpmergeError("DPM-504", problem, _RESTORE)
             if cap is not None:
                 check_cap(entries, dataset, charge, cap)
             new = Reservation(reservation or secrets.token_hex(16), binding, charge, is_new=True)
@@ -123,6 +200,11 @@ class Ledger:
     def find(self, reservation: str) -> Reservation | None:
         """Return a reservation, open or closed, by its id."""
         return _find(self.entries(), reservation)
+
+    def receipt_of(self, reservation: Reservation) -> str | None:
+        """Return the SHA-256 of the receipt that was recorded for a reservation, or None."""
+        chosen = (e for e in self.entries() if e["kind"] == "receipt" and e["reservation"] == reservation.id)
+        return next((str(entry["receipt"]) for entry in chosen), None)
 
     def released(self, reservation: Reservation, release_sha256: str) -> None:
         """Record the release that a reservation paid for. Recording the same one again changes nothing.
@@ -144,7 +226,7 @@ class Ledger:
         """Close every open reservation for good: what it charged stays spent, and its training is not gone on with."""
         with self._lock:
             entries = self.entries()
-            closed = {entry["reservation"] for entry in entries if entry["kind"] != "reserve"}
+            closed = {entry["reservation"] for entry in entries if entry["kind"] in _FOLLOWERS}
             for entry in entries:
                 if entry["kind"] == "reserve" and entry["reservation"] not in closed:
                     self._append({"kind": "abandoned", "reservation": entry["reservation"]})
@@ -155,7 +237,9 @@ class Ledger:
             before = [e for e in self.entries() if e["kind"] == kind and e["reservation"] == reservation]
             if not before:
                 self._append({"kind": kind, "reservation": reservation, field: sha256})
-            elif before[0][field] != sha256:
+                return
+            make_durable(self._path)
+            if before[0][field] != sha256:
                 raise DpmergeError(
                     "DPM-504",
                     f"the reservation has another {field} already",
@@ -163,11 +247,13 @@ class Ledger:
                 )
 
     def _content(self) -> bytes:
-        return self._path.read_bytes() if self._path.exists() else b""
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            raise DpmergeError("DPM-504", f"the ledger {self._path} is not there", _RESTORE) from None
 
     def _append(self, entry: dict[str, Any]) -> None:
-        line = json.dumps({**entry, "previous": self.head()}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-        content = self._content() + line
+        content = self._content() + _line(entry, self.head())
         _parse(content, self._path.name)  # what could not be read back is not written
         replace_file(self._path, content, mode=0o600, durable=True)
 
@@ -186,6 +272,15 @@ def reservation_id(folder: Path) -> str:
         fix = "put the file back, or train into another folder, as a second charge"
         raise DpmergeError("DPM-504", f"{RESERVATION} in the party's folder is damaged", fix)
     return found
+
+
+def _binding(bound: Bound) -> dict[str, Any]:
+    """Return the line that says whose a ledger is; by its random bits a head cannot be compared with guessed places."""
+    return {"kind": "bound", **asdict(bound), "nonce": secrets.token_hex(16)}
+
+
+def _line(entry: dict[str, Any], previous: str) -> bytes:
+    return json.dumps({**entry, "previous": previous}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
 
 def _parse(content: bytes, name: str) -> list[Line]:
@@ -210,6 +305,8 @@ def _entry(data: bytes, previous: str, reserved: set[str]) -> dict[str, Any] | N
     if entry.get("previous") != previous:
         return None
     kind, reservation = entry.get("kind"), entry.get("reservation")
+    if kind == "bound":
+        return entry if all(isinstance(entry.get(key), str) for key in ("dataset", "place", "nonce")) else None
     if not isinstance(reservation, str) or not isinstance(kind, str):
         return None
     if kind == "reserve":
@@ -221,6 +318,11 @@ def _entry(data: bytes, previous: str, reserved: set[str]) -> dict[str, Any] | N
     field = _FOLLOWERS.get(kind, "")
     complete = field is None or isinstance(entry.get(field), str)
     return entry if complete and reservation in reserved else None
+
+
+def _bound(entries: list[dict[str, Any]]) -> Bound | None:
+    said = [entry for entry in entries if entry["kind"] == "bound"]
+    return Bound(dataset=said[-1]["dataset"], place=said[-1]["place"]) if said else None
 
 
 def _find(entries: list[dict[str, Any]], reservation: str) -> Reservation | None:
@@ -237,7 +339,7 @@ def _check_continues(found: Reservation, entries: list[dict[str, Any]], binding:
             "this folder's reservation was made for other records or settings",
             "go on with the records and settings it was made for, or use another folder (a second charge)",
         )
-    if any(entry["kind"] != "reserve" and entry["reservation"] == found.id for entry in entries):
+    if any(entry["kind"] in _FOLLOWERS and entry["reservation"] == found.id for entry in entries):
         raise DpmergeError(
             "DPM-504",
             "this folder's reservation is closed, and what it paid for is not here",

@@ -20,7 +20,7 @@ from dpmerge.client.ledger import Reservation, reservation_id
 from dpmerge.client.policy import Account
 from dpmerge.client.signed_release import sign_release
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import make_durable, replace_file
 from dpmerge.common.manifest import Manifest, check_hashes, manifest_hash, manifest_of, parse_signature
 from dpmerge.common.receipt import RECEIPT, Receipt, check_receipt
 from dpmerge.common.release import SIGNATURE, Release, release_files, to_files, write_files
@@ -28,6 +28,8 @@ from dpmerge.common.signing import PublicKey, SigningKey
 from dpmerge.common.untrusted import ReleaseRefused
 
 RELEASE = "release"
+CLOSE_SECONDS = 5.0
+"""How long an answer of the server waits for the party's folder; whoever trains there takes the receipt later."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def outbox_files(folder: Path, signer: Signer | None) -> dict[str, bytes]:
         DpmergeError: DPM-302 if the release was made for another federation, or is unsigned where it must not be.
     """
     files = release_files(folder / RELEASE)
+    make_durable(folder / RELEASE)  # whoever wrote it may have died before it was
     if signer is None:
         return files
     signed_for = _manifest(files, signer.key.public).federation if SIGNATURE in files else None
@@ -72,7 +75,10 @@ def outbox_files(folder: Path, signer: Signer | None) -> dict[str, bytes]:
 
 
 def close(folder: Path, receipt: bytes, account: Account, server_keys: Iterable[PublicKey]) -> Receipt:
-    """Check the server's receipt, store it, and record it in the ledger. The same receipt again changes nothing.
+    """Check the server's receipt, store it, and record it in the ledger; the first one is kept whatever comes later.
+
+    The same receipt again changes nothing. Another one for the same release, from a server that lost its own, is as
+    good and changes nothing either: the outbox is closed.
 
     Args:
         folder: The party's folder, with its release.
@@ -82,9 +88,10 @@ def close(folder: Path, receipt: bytes, account: Account, server_keys: Iterable[
 
     Raises:
         DpmergeError: DPM-404 for a receipt that is not for this release, or not by such a key; DPM-504 if the ledger
-            knows of no such charge, or of another receipt.
+            knows of no such charge.
+        filelock.Timeout: If a training holds the folder for longer than `CLOSE_SECONDS`.
     """
-    with FileLock(folder / "party.lock"):
+    with FileLock(folder / "party.lock", timeout=CLOSE_SECONDS):
         files = release_files(folder / RELEASE)
         if SIGNATURE not in files:
             raise DpmergeError("DPM-404", "a receipt came for a release without signature", "sign what you send")
@@ -93,7 +100,9 @@ def close(folder: Path, receipt: bytes, account: Account, server_keys: Iterable[
         if reservation is None:
             fix = "restore the ledger; a release without a charge must not be used"
             raise DpmergeError("DPM-504", "the ledger has no charge for the release in the outbox", fix)
-        replace_file(folder / RECEIPT, receipt, mode=0o600, durable=True)
+        recorded, path = account.ledger.receipt_of(reservation), folder / RECEIPT
+        if (recorded is None and not path.exists()) or recorded == hashlib.sha256(receipt).hexdigest():
+            replace_file(path, receipt, mode=0o600, durable=True)
         record_receipt(folder, account, reservation)
         return checked
 
@@ -101,7 +110,8 @@ def close(folder: Path, receipt: bytes, account: Account, server_keys: Iterable[
 def record_receipt(folder: Path, account: Account, reservation: Reservation) -> None:
     """Tell the ledger of a receipt that is on disk, if there is one: a crash may have come in between."""
     path = folder / RECEIPT
-    if path.exists():
+    if path.exists() and account.ledger.receipt_of(reservation) is None:
+        make_durable(path)
         account.ledger.received(reservation, hashlib.sha256(path.read_bytes()).hexdigest())
 
 

@@ -1,5 +1,6 @@
 """One party, from private records to the files of one release.
 
+    plan, base model ─ prepare, in public ─▶ all but the records, or a refusal in words
     records ─ encode once ─▶ activations ─ train privately ─▶ adapter, head ─ statement, signature ─▶ outbox
 
 Everything written here stays in the party's own folder: the checkpoint of an interrupted training, the
@@ -10,46 +11,45 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from filelock import FileLock
 from peft import PeftModel, get_peft_model_state_dict
-from torch import nn
 
 from dpmerge.client.checkpoint import erase, load_checkpoint, save_checkpoint
-from dpmerge.client.gradients import DEFAULT_MEMORY_BUDGET_BYTES, PerExampleGradients
+from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.ledger import reservation_id
 from dpmerge.client.noise import FastNoise, NoiseSource, SecureNoise
 from dpmerge.client.outbox import RELEASE, Signer, outbox_files, put, record_receipt
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.client.party_model import PartyModel, party_model
-from dpmerge.client.policy import Account, Policy, open_account
+from dpmerge.client.policy import Account, Policy
+from dpmerge.client.preparation import Training, append_log, prepared
 from dpmerge.client.sampling import PoissonSampler
 from dpmerge.client.train import Classifier, PrivateData, TrainingState, train
-from dpmerge.client.trained_space import trained_space
 from dpmerge.client.units import Users
-from dpmerge.common.accounting import cross_check
 from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
-from dpmerge.common.config import FileSource, PartyPlan, TaskSource
+from dpmerge.common.config import PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import make_folder
 from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import Base, adapter_config
-from dpmerge.common.public_corpus import PublicCorpus, overlaps, public_corpus
-from dpmerge.common.records import Records, read_records
+from dpmerge.common.model import Base
+from dpmerge.common.public_corpus import overlaps
+from dpmerge.common.records import Records, read_with_report
 from dpmerge.common.release import Head, Release, release_hash
-from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
-from dpmerge.common.split_encoder import pad, padded_length, tokenize
-from dpmerge.common.statement import build_statement, with_clip_norm
+from dpmerge.common.statement import with_clip_norm
+from dpmerge.common.tabular.rows import ReadReport, max_characters
 from dpmerge.common.tasks import load_task
 
 CHECKPOINT = "checkpoint.safetensors"
 CHECKPOINT_EVERY_STEPS = 10
+
+OVERLAP = (
+    "public texts of the subspace are also among this party's records: are they really public, and may they name "
+    "directions? Training went on, since a stop would show the overlap to others\n"
+)
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a stage ("caching" or "training"), the count done, and the total.
@@ -63,6 +63,7 @@ def run_party(
     folder: Path,
     *,
     on_progress: OnProgress = lambda _stage, _done, _total: None,
+    before_records: Callable[[], None] = lambda: None,
     cache_trunk: bool = True,
     activations: Activations | None = None,
     policy: Policy | None = None,
@@ -78,6 +79,8 @@ def run_party(
         base: The base model, freshly loaded; LoRA is attached to it in place.
         folder: The party's own folder, created with owner-only rights.
         on_progress: See `OnProgress`.
+        before_records: Called once, before the first byte of a record is read. What is raised later may depend on
+            records: nobody but the party may learn more of it than that the party failed.
         cache_trunk: False runs the frozen layers again whenever a record is drawn: the same release, in less memory.
         activations: The same records, already encoded at the split of the same base and layers: for whoever trains
             on them many times. None encodes them here.
@@ -85,39 +88,63 @@ def run_party(
         signer: For which federation the release is signed, by which key; None leaves it unsigned, for experiments.
 
     Raises:
-        DpmergeError: For records, models, targets or privacy settings that cannot be used; DPM-302 if the folder
-            holds a release or an interrupted training of other records or settings, or a release for another
-            federation; DPM-506 or DPM-507 if the site's policy does not allow it, before anything is charged.
+        DpmergeError: Before records are read: for models, targets or privacy settings that cannot be used; DPM-506 or
+            DPM-507 if the site's policy does not allow it. After: for records that cannot be read; DPM-302 if the
+            folder holds a release or an interrupted training of other records or settings, or a release for another
+            federation.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with FileLock(folder / "party.lock"):
-        account = open_account(plan, base.sha256, folder, policy)
-        records = training_records(plan.source)
-        if not len(records):
-            append_log(folder, "none of the records can be used: check text, label and labels\n")
+    make_folder(folder, mode=0o700)
+    with prepared(plan, base, folder, policy) as ready:
+        before_records()
+        records, report = read_training(plan)
+        if report is not None:
+            append_log(folder, "".join(f"{line}\n" for line in report.lines()))
         binding = _binding(plan, base, records)
-        if not (folder / RELEASE).exists():
-            release = _train(plan, base, records, binding, account, folder, on_progress, cache_trunk, activations)
-            put(folder, release, account.ledger.head(), signer)
-        erase(folder / CHECKPOINT)  # nothing goes on from it any more, and it holds the key of the last steps' noise
-        reservation = account.ledger.find(reservation_id(folder))
-        if reservation is None or reservation.binding != binding:
-            raise DpmergeError(
-                "DPM-302",
-                "the party's folder holds a release of other records or settings",
-                "resume with the records and settings it was made for, or use another folder, as a second charge",
+        if ready.training is not None and not (folder / RELEASE).exists():
+            release = _train(
+                plan, records, binding, ready.account, ready.training, folder, on_progress, cache_trunk, activations
             )
-        files = outbox_files(folder, signer)
-        account.ledger.released(reservation, release_hash(files))
-        record_receipt(folder, account, reservation)
-        return files
+            put(folder, release, ready.account.ledger.head(), signer)
+        erase(folder / CHECKPOINT)  # nothing goes on from it any more, and it holds the key of the last steps' noise
+        return _outbox(folder, ready.account, binding, signer)
 
 
-def training_records(source: TaskSource | FileSource) -> Records:
-    """Read the private half of a source: the training split of a registry task, or the party's own file."""
+def read_training(plan: PartyPlan) -> tuple[Records, ReadReport | None]:
+    """Read the private half of a plan's source, within public bounds, and tell what became of a file's records.
+
+    A registry task has no report: its records are public and all of one kind.
+    """
+    source = plan.source
     if isinstance(source, TaskSource):
-        return load_task(source.task).train
-    return read_records(source.path, text=source.text, label=source.label, labels=source.labels, user=source.user)
+        return load_task(source.task).train, None
+    return read_with_report(
+        source.path,
+        text=source.text,
+        label=source.label,
+        labels=source.labels,
+        user=source.user,
+        max_characters=max_characters(plan.base.max_length),
+        max_records_per_user=plan.privacy.max_records_per_user,
+    )
+
+
+def _outbox(folder: Path, account: Account, binding: str, signer: Signer | None) -> dict[str, bytes]:
+    """Return what is sent, once the ledger holds the charge for it.
+
+    Raises:
+        DpmergeError: DPM-302 if the release was made of other records or settings.
+    """
+    reservation = account.ledger.find(reservation_id(folder))
+    if reservation is None or reservation.binding != binding:
+        raise DpmergeError(
+            "DPM-302",
+            "the party's folder holds a release of other records or settings",
+            "resume with the records and settings it was made for, or use another folder, as a second charge",
+        )
+    files = outbox_files(folder, signer)
+    account.ledger.released(reservation, release_hash(files))
+    record_receipt(folder, account, reservation)
+    return files
 
 
 def _binding(plan: PartyPlan, base: Base, records: Records) -> str:
@@ -131,23 +158,21 @@ def _binding(plan: PartyPlan, base: Base, records: Records) -> str:
 
 def _train(
     plan: PartyPlan,
-    base: Base,
     records: Records,
     binding: str,
     account: Account,
+    made: Training,
     folder: Path,
     on_progress: OnProgress,
     cache_trunk: bool,
     activations: Activations | None,
 ) -> Release:
-    config = adapter_config(base, plan.lora)
-    model = party_model(base, plan)
-    for note in model.notes:
-        append_log(folder, f"{note}\n")
-
+    model, mechanism, gradients = made.model, made.mechanism, made.gradients
+    if made.corpus is not None and overlaps(made.corpus, records.texts):
+        append_log(folder, OVERLAP)
     if activations is None:
         activations = Activations(
-            base,
+            model.base,
             model.split,
             records.texts,
             max_length=plan.base.max_length,
@@ -158,118 +183,40 @@ def _train(
         raise ValueError(f"Expected activations of {len(records)} records, not of {len(activations)}.")
     users = None if records.users is None else Users(records.users)
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
+    run = _reserved(plan, mechanism, made.statement, data.num_units, binding, account, folder)
 
-    with _gradients(model, plan, folder) as gradients:
-        _check_independent(gradients, model, plan)
-        corpus = _public_corpus(plan, records, folder)
-        space = trained_space(plan, model, gradients, corpus)
-        mechanism = make_mechanism(plan, space.coordinates.vector.numel(), l2_clip_norm=space.l2_clip_norm)
-        statement = _statement(plan, mechanism, base, model.head.labels, space.description)
-        run = _reserved(plan, mechanism, statement, data.num_units, binding, account, folder)
+    def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
+        if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
+            save_checkpoint(folder / CHECKPOINT, capture(), binding)
+        if step > 0:
+            on_progress("training", step, mechanism.num_steps)
 
-        def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
-            if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
-                save_checkpoint(folder / CHECKPOINT, capture(), binding)
-            if step > 0:
-                on_progress("training", step, mechanism.num_steps)
+    ran = train(
+        model.classifier,
+        data,
+        gradients,
+        lora_views(gradients, model.encoder),
+        mechanism,
+        plan.training,
+        run.sampler,
+        run.noise,
+        coordinates=made.space.coordinates,
+        resume_from=run.state,
+        after_step=after_step,
+    )
+    run.noise.erase()
+    run.sampler.erase()
+    return _release(plan, made, ran)
 
-        ran = train(
-            model.classifier,
-            data,
-            gradients,
-            lora_views(gradients, model.encoder),
-            mechanism,
-            plan.training,
-            run.sampler,
-            run.noise,
-            coordinates=space.coordinates,
-            resume_from=run.state,
-            after_step=after_step,
-        )
-        run.noise.erase()
-        run.sampler.erase()
+
+def _release(plan: PartyPlan, made: Training, ran: Mechanism) -> Release:
+    adapter = get_peft_model_state_dict(made.model.encoder, save_embedding_layers=False)
     return Release(
         party=plan.party,
-        adapter={
-            key: value.detach().clone()
-            for key, value in get_peft_model_state_dict(model.encoder, save_embedding_layers=False).items()
-        },
-        adapter_config=config,
-        heads={plan.party: _trained_head(model.head, model.classifier)},
-        statement=with_clip_norm(statement, ran),
-    )
-
-
-def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGradients:
-    """Return the gradients of the classifier; a physical batch below the expected one is said in the party's log."""
-    wanted, budget = model.max_examples or plan.training.expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
-    gradients = PerExampleGradients(model.classifier, max_examples=wanted, memory_budget_bytes=budget)
-    if gradients.capacity < wanted:
-        append_log(
-            folder,
-            f"physical batches hold {gradients.capacity} records where {wanted} are expected: more gradients of "
-            f"{gradients.theta.numel()} coordinates would exceed the memory budget of {budget} bytes\n",
-        )
-    return gradients
-
-
-def _public_corpus(plan: PartyPlan, records: Records, folder: Path) -> PublicCorpus | None:
-    """Read the public texts of the plan's subspace, if there are any; say in the party's log if some are its own.
-
-    Training goes on all the same. A party that stopped here, or left these texts out, would tell whoever chose them
-    that they are among its records.
-    """
-    corpus = None if plan.training.subspace is None else public_corpus(plan.training.subspace)
-    if corpus is not None and overlaps(corpus, records.texts):
-        append_log(
-            folder,
-            "public texts of the subspace are also among this party's records: are they really public, and may they "
-            "name directions? Training went on, since a stop would show the overlap to others\n",
-        )
-    return corpus
-
-
-def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan) -> None:
-    """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
-
-    Raises:
-        DpmergeError: DPM-502 if an example's gradient depends on its company.
-    """
-    if gradients.capacity < 2:
-        return  # batches of one: no example has company
-    rows = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
-    ids, mask = pad(rows, int(model.base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
-    hidden, labels = model.split.trunk(ids, mask), torch.arange(len(rows))
-    gradients.check_independent(
-        lambda some: nn.functional.cross_entropy(
-            model.classifier(hidden[some], mask[some]), labels[some], reduction="none"
-        ),
-        min(len(rows), gradients.capacity),
-    )
-
-
-def append_log(folder: Path, text: str) -> None:
-    """Append to the party's own log, readable by its owner only."""
-    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a") as log:
-        log.write(text)
-
-
-def _statement(
-    plan: PartyPlan, mechanism: Mechanism, base: Base, labels: tuple[str, ...], subspace: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Return the statement of this mechanism, made before training: what cannot be stated is not trained."""
-    return build_statement(
-        mechanism,
-        cross_check(mechanism),
-        party=plan.party,
-        task=task_name(plan),
-        labels=labels,
-        base_sha256=base.sha256,
-        tuning_disclosure=plan.privacy.tuning,
-        training=public_settings(plan),
-        noise_seed=noise_origin(plan),
-        subspace=subspace,
+        adapter={key: value.detach().clone() for key, value in adapter.items()},
+        adapter_config=made.config,
+        heads={plan.party: _trained_head(made.model.head, made.model.classifier)},
+        statement=with_clip_norm(made.statement, ran),
     )
 
 

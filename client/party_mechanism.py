@@ -19,8 +19,8 @@ def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float
             plan's.
     """
     privacy, training = plan.privacy, plan.training
-    if privacy.population is None:
-        raise ValueError("Expected privacy.population to be declared in a resolved plan.")
+    if privacy.population is None or privacy.delta is None:
+        raise ValueError("Expected privacy.population and privacy.delta to be set in a resolved plan.")
     public: dict[str, Any] = {
         "population": privacy.population,
         "expected_batch_size": training.expected_batch_size,

@@ -1,39 +1,24 @@
-"""The site's own rules, which hold whatever a federation asks for, and where its ledgers are.
+"""The site's own rules, which hold whatever a federation asks for, and where a training is charged.
 
-    schema = 1
-    state = "/var/lib/dpmerge"               # where ledgers live; $DPMERGE_STATE or ~/.local/state/dpmerge if not given
-    noise = "secure"                         # the weakest noise allowed; the default
-    base_models = ["…"]                      # SHA-256 of the base models that may be trained; any if not given
-    server_keys = ["ed25519:…"]              # whose receipts are believed
-
-    [dataset.reviews]                        # the id: one ledger, however many rows are added
-    data = "reviews.csv"                     # relative to this file; or task = "trec6"
-    epsilon_cap = 8.0
-    delta = 1e-5
-    unit = "record"                          # or "user"; the default is "record"
-
-What the policy does not list is not trained on.
+What the policy does not list is not trained on. A federation file is written by somebody else: each of its settings is
+fixed here, allowed by list, bounded, accounted, or harmless (docs/ledger.md has the table).
 """
 
 from __future__ import annotations
 
-import os
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
 
 from dpmerge.client.budget import Cap
-from dpmerge.client.ledger import Ledger
-from dpmerge.common.accounting import MAX_EPSILON, MIN_DELTA
+from dpmerge.client.ledger import RESERVATION, Bound, Ledger
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
-from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
-from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.files import fsync_folder, is_within, place_of
-from dpmerge.common.mechanism import NoiseMode, PrivacyUnit
-from dpmerge.common.signing import SHA256, PublicKey
+from dpmerge.common.data_path import place_of, share_files
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import make_folder
+from dpmerge.common.mechanism import NoiseMode
+from dpmerge.common.public_corpus import listed_hash
+from dpmerge.common.signing import PublicKey
 from dpmerge.common.sources import task_name
 from dpmerge.common.tasks import TASKS
 
@@ -47,31 +32,80 @@ class DataSet:
     Attributes:
         id: Names its ledger.
         source: The task's name, or the resolved path of the file or folder.
-        cap: What all that is ever trained on it may cost together.
+        cap: What all that is ever trained on it may cost together; its δ also bounds that of each training.
+        user: Column that tells whose record it is; given exactly if the cap protects users.
+        text: The only column that may be read as the text; None leaves it to the plan.
+        label: The only column that may be read as the class; None leaves it to the plan.
+        population: The only size that may be declared; None leaves it to the plan.
     """
 
     id: str
     source: str | Path
     cap: Cap
+    user: str | None = None
+    text: str | None = None
+    label: str | None = None
+    population: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.user is None) == (self.cap.privacy_unit == "user"):
+            raise ValueError(f"Expected a user column of data set {self.id} exactly if its cap protects users.")
+
+    @property
+    def bound(self) -> Bound:
+        """What its ledger must be bound to."""
+        place = f"task {self.source}" if isinstance(self.source, str) else str(self.source)
+        return Bound(dataset=self.id, place=place)
+
+    def check(self, plan: PartyPlan) -> None:
+        """Refuse a plan that reads other columns, protects another unit, or states another δ or size than it may.
+
+        Raises:
+            DpmergeError: DPM-507.
+        """
+        unit, delta, source = plan.privacy.unit, plan.privacy.delta, plan.source
+        if unit != self.cap.privacy_unit:
+            problem = f"unit = {unit!r} where the cap of data set {self.id!r} protects each {self.cap.privacy_unit}"
+            raise DpmergeError("DPM-507", problem, f'set privacy.unit = "{self.cap.privacy_unit}"')
+        if isinstance(source, FileSource):
+            for key in ("user", "text", "label"):
+                allowed, named = getattr(self, key), getattr(source, key)
+                if allowed not in (None, named):
+                    problem = f"{key} = {named!r} is not the column that data set {self.id!r} is bound to"
+                    raise DpmergeError("DPM-507", problem, f'set {key} = "{allowed}"')
+        if delta is None or delta > self.cap.delta:
+            problem = f"delta = {delta} is above {self.cap.delta:g}, the most that data set {self.id!r} allows"
+            raise DpmergeError("DPM-507", problem, f"set privacy.delta to at most {self.cap.delta:g}")
+        if self.population not in (None, plan.privacy.population):
+            problem = f"population = {plan.privacy.population} is not what data set {self.id!r} declares"
+            raise DpmergeError("DPM-507", problem, f"set population = {self.population}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A site's policy; see the module's text for what its parts mean.
+    """A site's policy; `client/policy_file.py` reads it.
 
     Attributes:
-        state: The site's state folder.
-        datasets: The data sets that may be used; no source of one lies in another's.
+        state: The site's state folder, absolute.
+        datasets: The data sets that may be used; no two have a file in common.
+        base_models: SHA-256 of the base models that may be trained.
+        server_keys: Whose receipts are believed; at least one.
         noise: The weakest noise allowed.
-        base_models: Allowed hashes; None allows any.
-        server_keys: Whose receipts are believed.
+        public_texts: SHA-256 of the files that may be used as public texts, besides the registry's tasks.
     """
 
     state: Path
     datasets: tuple[DataSet, ...]
+    base_models: frozenset[str]
+    server_keys: tuple[PublicKey, ...]
     noise: NoiseMode = "secure"
-    base_models: frozenset[str] | None = None
-    server_keys: tuple[PublicKey, ...] = field(default=())
+    public_texts: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.state.is_absolute():
+            raise ValueError(f"Expected state={self.state} to be absolute: who starts elsewhere has another ledger.")
+        if not self.base_models or not self.server_keys:
+            raise ValueError("Expected at least one base model and one server key in a policy.")
 
     def dataset_of(self, source: TaskSource | FileSource) -> DataSet:
         """Return the data set that a plan's records belong to.
@@ -86,6 +120,10 @@ class Policy:
         what = f"task {wanted!r}" if isinstance(source, TaskSource) else f"the file {Path(source.path).name!r}"
         raise DpmergeError("DPM-507", f"{what} is no data set of this site", "have the policy's owner list it")
 
+    def ledger_of(self, dataset: DataSet) -> Ledger:
+        """Return a data set's ledger, whether or not it is there."""
+        return Ledger(self.state / LEDGERS / f"{dataset.id}.jsonl")
+
     def check(self, plan: PartyPlan, base_sha256: str) -> None:
         """Refuse a plan that the site does not allow, before any record is read.
 
@@ -99,29 +137,52 @@ class Policy:
             raise DpmergeError("DPM-507", problem, 'set privacy.noise = "secure"')
         if plan.privacy.noise_seed is not None:
             raise DpmergeError("DPM-507", "noise_seed is set: whoever knows it can remove the noise", "remove it")
-        self._check_public(plan.training.subspace)
-        if self.base_models is not None and base_sha256 not in self.base_models:
+        self.dataset_of(plan.source).check(plan)
+        if base_sha256 not in self.base_models:
             problem = f"the base model {base_sha256[:16]}… is not on the policy's list"
             raise DpmergeError("DPM-507", problem, "have the policy's owner list its hash in base_models")
+        self._check_public(plan.training.subspace)
 
     def _check_public(self, subspace: SubspaceSettings | None) -> None:
-        """Refuse directions from a data set of the site: what is called public is used without noise or charge."""
+        """Refuse directions from what nobody answers for: what is called public is used without noise or charge.
+
+        Of a file nothing but its hash is looked at, and every refusal reads the same: it may be anything on this
+        machine, and whether it can be read, or how many texts it has, is nobody's business.
+        """
         if subspace is None or subspace.public == RANDOM:
             return
-        wanted = subspace.public if subspace.public in TASKS else place_of(subspace.public)
-        for dataset in self.datasets:
-            if _share_records(dataset.source, wanted):
-                problem = f"subspace.public names records of the site's data set {dataset.id!r}"
-                raise DpmergeError("DPM-507", problem, f'name public texts, or "{RANDOM}" for random directions')
+        if subspace.public in TASKS:
+            owned = [dataset for dataset in self.datasets if dataset.source == subspace.public]
+            if not owned:
+                return
+            problem = f"subspace.public names records of the site's data set {owned[0].id!r}"
+        else:
+            if listed_hash(subspace.public) in self.public_texts and not self._is_own(subspace.public):
+                return
+            problem = "subspace.public is no file that the policy lists as public texts"
+        fix = f'name a task, "{RANDOM}", or a single file whose SHA-256 is in the policy\'s public_texts'
+        raise DpmergeError("DPM-507", problem, fix)
+
+    def _is_own(self, path: str) -> bool:
+        own = [dataset.source for dataset in self.datasets if isinstance(dataset.source, Path)]
+        return any(share_files(place_of(path), place) for place in own)
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where a training is charged: a ledger, the data set's id in it, and the cap, if there is one."""
+    """Where a training is charged, and what its statement may publish.
+
+    Attributes:
+        ledger: Of the data set.
+        dataset: The data set's id in it.
+        cap: If there is one.
+        public_texts: SHA-256 of the files that the site answers for as public.
+    """
 
     ledger: Ledger
     dataset: str
     cap: Cap | None = None
+    public_texts: frozenset[str] = frozenset()
 
 
 def open_account(plan: PartyPlan, base_sha256: str, folder: Path, policy: Policy | None) -> Account:
@@ -131,125 +192,46 @@ def open_account(plan: PartyPlan, base_sha256: str, folder: Path, policy: Policy
         plan: What is to be trained.
         base_sha256: Hash of the base model.
         folder: The party's folder of this run.
-        policy: The site's; None charges a ledger in the folder, without a cap: a simulation's party is a role, and
-            repeating an experiment must not use up an organisation's budget.
+        policy: The site's; None charges a ledger in the folder, without a cap, which is made here: a simulation's party
+            is a role, and repeating an experiment must not use up an organisation's budget.
 
     Raises:
-        DpmergeError: DPM-507 if the policy does not allow it.
+        DpmergeError: DPM-507 if the policy does not allow it; DPM-504 if the ledger is not where it must be, or is
+            another data set's.
     """
     if policy is not None:
         policy.check(plan, base_sha256)
-    return account_of(plan, folder, policy)
+        return account_of(plan, folder, policy)
+    account = account_of(plan, folder, None)
+    if not account.ledger.exists():
+        if (folder / RESERVATION).exists():
+            fix = "restore it, or train into another folder, as a second charge"
+            raise DpmergeError("DPM-504", "the party's folder was charged for, and its ledger is gone", fix)
+        account.ledger.create()
+    return account
 
 
 def account_of(plan: PartyPlan, folder: Path, policy: Policy | None) -> Account:
     """Return where a party's training is charged, or was: for whoever spends nothing more.
 
     Raises:
-        DpmergeError: DPM-507 if the policy lists no such data set.
+        DpmergeError: DPM-507 if the policy lists no such data set; DPM-504 if its ledger is not there, or is bound to
+            another data set or place.
     """
     if policy is None:
         return Account(Ledger(folder / "ledger.jsonl"), task_name(plan))
     dataset = policy.dataset_of(plan.source)
-    return Account(Ledger(ledger_path(policy.state, dataset.id)), dataset.id, dataset.cap)
+    ledger = policy.ledger_of(dataset)
+    ledger.check_bound(dataset.bound)
+    return Account(ledger, dataset.id, dataset.cap, policy.public_texts)
 
 
-def state_folder() -> Path:
-    """Return where a site keeps what outlives its runs: $DPMERGE_STATE, or dpmerge below $XDG_STATE_HOME."""
-    stated = os.environ.get("DPMERGE_STATE")
-    if stated:
-        return Path(stated).expanduser()
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "dpmerge"
-
-
-def ledger_path(state: Path, dataset: str) -> Path:
-    """Return the place of a data set's ledger, whose folder then exists, for its owner only."""
-    folder = state / LEDGERS
-    missing = [place for place in (folder, *folder.parents) if not place.is_dir()]
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for place in missing:
-        fsync_folder(place.parent)  # a ledger whose folder a power cut takes away has charged nothing
-    return folder / f"{dataset}.jsonl"
-
-
-def load_policy(path: Path) -> Policy:
-    """Read a site's policy.
+def create_ledger(policy: Policy, dataset: DataSet) -> Ledger:
+    """Begin a data set's ledger with nothing spent: an act of the policy's owner, never of a training.
 
     Raises:
-        DpmergeError: DPM-101 if it cannot be read, DPM-102 for an unknown key, DPM-103 for a refused value.
+        DpmergeError: DPM-504 if there is one.
     """
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
-        reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise DpmergeError("DPM-101", f"{path} cannot be read: {reason}", "write it as docs/ledger.md shows") from None
-    where = path.name
-    _check_keys(tables, ("schema", "state", "noise", "base_models", "server_keys", "dataset"), where)
-    _check(tables.get("schema") == 1, "schema", tables.get("schema"), "1", where)
-    noise, models = tables.get("noise", "secure"), tables.get("base_models")
-    _check(noise in get_args(NoiseMode), "noise", noise, "secure or fast", where)
-    _check(models is None or _are(models, SHA256.fullmatch), "base_models", models, "a list of SHA-256", where)
-    keys, state = tables.get("server_keys", []), tables.get("state")
-    _check(_are(keys, bool), "server_keys", keys, "a list of public keys", where)
-    _check(state is None or (isinstance(state, str) and bool(state)), "state", state, "a folder", where)
-    datasets = tables.get("dataset", {})
-    _check(isinstance(datasets, dict), "dataset", datasets, "written as [dataset.ID]", where)
-    return Policy(
-        state=state_folder() if state is None else path.parent / Path(state).expanduser(),
-        datasets=_different([_dataset(name, table, path) for name, table in datasets.items()], where),
-        noise=cast(NoiseMode, noise),
-        base_models=None if models is None else frozenset(models),
-        server_keys=tuple(PublicKey.parse(key) for key in keys),
-    )
-
-
-def _dataset(name: str, table: Any, path: Path) -> DataSet:
-    key, where = f"dataset.{name}", path.name
-    _check(PARTY_NAME.fullmatch(name) is not None, key, name, f"an id that matches {PARTY_NAME.pattern}", where)
-    _check(isinstance(table, dict), key, table, "a table", where)
-    _check_keys(table, ("data", "task", "epsilon_cap", "delta", "unit"), f"[{key}] of {where}")
-    data, task = table.get("data"), table.get("task")
-    _check((data is None) != (task is None), key, table, "with either data or task", where)
-    _check(isinstance(data or task, str), f"{key}.{'task' if data is None else 'data'}", data or task, "a text", where)
-    cap, delta, unit = table.get("epsilon_cap"), table.get("delta"), table.get("unit", "record")
-    _check(_is_real(cap) and 0 < cap <= MAX_EPSILON, f"{key}.epsilon_cap", cap, f"in (0, {MAX_EPSILON:g}]", where)
-    _check(_is_real(delta) and MIN_DELTA <= delta < 1, f"{key}.delta", delta, f"in [{MIN_DELTA:g}, 1)", where)
-    _check(unit in get_args(PrivacyUnit), f"{key}.unit", unit, "record or user", where)
-    source = task if data is None else place_of(path.parent / Path(data).expanduser())
-    return DataSet(id=name, source=source, cap=Cap(epsilon=float(cap), delta=float(delta), privacy_unit=unit))
-
-
-def _different(datasets: list[DataSet], where: str) -> tuple[DataSet, ...]:
-    for number, dataset in enumerate(datasets):
-        for other in datasets[:number]:  # records with two ledgers could be spent twice, each time under its own cap
-            is_apart = not _share_records(dataset.source, other.source)
-            wanted = f"in one data set, not in {other.id} too"
-            _check(is_apart, f"dataset.{dataset.id}", str(dataset.source), wanted, where)
-    return tuple(datasets)
-
-
-def _share_records(one: str | Path, other: str | Path) -> bool:
-    """Whether two sources are one task, or one file or folder, or one lies in the other."""
-    if isinstance(one, Path) and isinstance(other, Path):
-        return is_within(one, other)
-    return one == other
-
-
-def _are(value: Any, accepts: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) and accepts(item) for item in value)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
-    for key in table:
-        if key not in known:
-            fix = f"use one of {', '.join(known)}{closest(key, known)}"
-            raise DpmergeError("DPM-102", f"{key} in {where} is not a known key", fix)
-
-
-def _check(holds: bool, key: str, value: object, wanted: str, where: str) -> None:
-    if not holds:
-        raise DpmergeError("DPM-103", f"{key} = {value!r} in {where} is refused", f"it must be {wanted}")
+    folder = policy.state / LEDGERS
+    make_folder(folder, mode=0o700)  # a ledger whose folder a power cut takes away has charged nothing
+    return policy.ledger_of(dataset).create(dataset.bound)

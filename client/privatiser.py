@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from dpmerge.client.noise import NoiseSource
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.mechanism import COMPANY_MARGIN, Mechanism
 
 Query = Literal["descent", "ascent"]
 
-_MARGIN = 2.0**-20  # of C: covers fp32's rounding of a scale and of a product (2⁻²³ together) and float64's of a norm
+_ROUNDING = 2.0**-20  # of C: fp32's rounding of a scale and a product (2⁻²³ together), float64's of a norm
 _SMALLEST_SCALE = 2.0**-100  # below it fp32 rounds scales coarsely; a row that needs one is treated as not finite
 
 
@@ -28,10 +28,11 @@ class Privatiser:
 
     Guarantees:
         Unit and neighbours: the mechanism's; each row is one unit's gradient. L2 sensitivity of the sum before noise:
-        at most `l2_clip_norm`, for every input, by margin. With secure noise the sum is of integers (each row scaled
-        and truncated toward zero onto a grid of σ·C/2²⁰) and exact in int64, so that this holds for the computed sum
-        too, and the split into physical batches cannot change a bit. Noise is added exactly once per `finish`, on
-        empty batches too. A row that is not finite counts as zero, silently: any sign of it would tell of private data.
+        at most `l2_clip_norm`, for every input, by margin; the unit's own row is at most (1 − `COMPANY_MARGIN`) of it.
+        With secure noise the sum is of integers (each row scaled and truncated toward zero onto a grid of σ·C/2²⁰) and
+        exact in int64, so that this holds for the computed sum too, and the split into physical batches cannot change a
+        bit. Noise is added exactly once per `finish`, on empty batches too. A row that is not finite counts as zero,
+        silently: any sign of it would tell of private data.
 
     Args:
         mechanism: The accounted mechanism.
@@ -120,5 +121,5 @@ class Privatiser:
         norms = torch.stack([torch.linalg.vector_norm(row, dtype=torch.float64) for row in grads])
         scales = torch.full_like(norms, 1 / self._step)
         if self._clip is not None:
-            scales = torch.minimum(scales, self._clip * (1 - _MARGIN) / self._step / norms)
+            scales = torch.minimum(scales, self._clip * (1 - COMPANY_MARGIN - _ROUNDING) / self._step / norms)
         return torch.where(norms.isfinite() & (scales >= _SMALLEST_SCALE), scales, 0.0).float()

@@ -49,4 +49,4 @@ def public_gradients(
             scores = model(hidden, mask)
             return nn.functional.cross_entropy(scores, pseudo_labels(scores.detach(), generator), reduction="none")
 
-        yield gradients.compute(losses)
+        yield gradients.compute(losses)[: len(batch.records)]

@@ -33,6 +33,9 @@ SMALLEST_SCALE = 1e-2
 _BLOCK = 4096
 """Columns of gradients that are gathered for one product, so that they stay in a processor's cache."""
 
+_ROWS = 48
+"""Gradients in one product: always as many, filled up with zeros, or a row's projection would depend on its company."""
+
 MakeBasis = Callable[[int], Basis]
 """Makes the basis number 0, 1, … at the θ of the moment, from public data and seeds alone."""
 
@@ -158,14 +161,19 @@ class Subspace:
     def rows(self, gradients: Iterable[Tensor]) -> Iterator[Tensor]:
         """Yield what is clipped of each unit, D⁻¹Qg [n, k], from its gradients [n, P].
 
-        As many as fit the capacity are projected at once: Q, which no cache holds, is read once for all of them.
+        Many are projected at once: Q, which no cache holds, is read once for all of them.
         """
+        most = min(_ROWS, self.capacity)
         waiting: list[Tensor] = []
         for some in gradients:
-            if waiting and sum(map(len, waiting)) + len(some) > self.capacity:
-                yield self._projected(waiting)
-                waiting.clear()
-            waiting.append(some)
+            rest = some
+            while len(rest):
+                missing = most - sum(map(len, waiting))
+                waiting.append(rest[:missing])
+                rest = rest[missing:]
+                if sum(map(len, waiting)) == most:
+                    yield self._projected(waiting)
+                    waiting.clear()
         if waiting:
             yield self._projected(waiting)
 
@@ -264,11 +272,14 @@ class Subspace:
 
     def _projected(self, gradients: list[Tensor]) -> Tensor:
         """Return D⁻¹Qg [n, k] of gradients [·, P] in several pieces, which are put together for some columns only."""
-        result = self.vector.new_zeros(sum(map(len, gradients)), len(self.vector))
+        num_units = sum(map(len, gradients))
+        result = self.vector.new_zeros(_ROWS, len(self.vector))
         for start in range(0, len(self._projection), _BLOCK):
-            block = slice(start, start + _BLOCK)
-            result.addmm_(torch.cat([some[:, block] for some in gradients]), self._projection[block])
-        return result
+            projection = self._projection[start : start + _BLOCK]
+            filling = projection.new_zeros(_ROWS - num_units, len(projection))
+            columns = [some[:, start : start + _BLOCK] for some in gradients]
+            result.addmm_(torch.cat([*columns, filling]), projection)
+        return result[:num_units]
 
     def _take(self, basis: Basis, scales: Tensor) -> None:
         self._basis = basis

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmerge.client.clip_query import with_private_clip_norm
+from dpmerge.client.fused_linear import linear_by_row
 from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.noise import NoiseSource
 from dpmerge.client.privatiser import Privatiser
@@ -44,8 +45,11 @@ class Classifier(nn.Module):
 
     def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Hidden states at the split [n, length, width] and mask [n, length] → class scores [n, classes]."""
-        scores: Tensor = self.head(self._feature_scale * pool(self._split.top(hidden, mask), mask))
-        return scores
+        features = self._feature_scale * pool(self._split.top(hidden, mask), mask)
+        if any(parameter.requires_grad for parameter in self.head.parameters()):
+            scores: Tensor = self.head(features)
+            return scores
+        return linear_by_row(features, self.head.weight, self.head.bias)
 
 
 @dataclass(frozen=True)
@@ -208,10 +212,11 @@ def _private_rows(sample: Tensor, model: Classifier, data: PrivateData, space: C
     """Return the rows to clip of some units (positions, int64 [m], m may be 0), in batches: for a privatiser only."""
 
     def rows_of(batch: Batch) -> Tensor:
-        labels = data.labels[batch.records]
-        return space.compute(
+        labels = data.labels[batch.filled]
+        rows = space.compute(
             lambda: nn.functional.cross_entropy(model(batch.hidden, batch.mask), labels, reduction="none")
         )
+        return rows[: len(batch.records)]  # the others only fill the shape: nothing of them is summed
 
     def record_rows(records: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in data.activations.batches(records, space.capacity):

@@ -1,9 +1,8 @@
 """What a mechanism costs, and how much noise a target allows.
 
-The claim is dp-accounting's pessimistic privacy-loss distribution (PLD), valid at any discretisation. Two independent
-accountants watch it: Opacus's PRV must agree to within its own error, RDP must lie above. The Gaussian (CLT)
-approximation is never used: it understates ε. The convolutions are FFTs in float64, whose rounding can make even a
-pessimistic δ too small: 1e-14 of δ is set aside for it, and δ below 1e-12 is refused.
+The claim is dp-accounting's pessimistic privacy-loss distribution (PLD), valid at any discretisation, composed by
+`loss_distribution`, which charges δ for what rounding can do. Two independent accountants watch it: Opacus's PRV must
+agree to within its own error, RDP must lie above. The Gaussian (CLT) approximation is never used: it understates ε.
 
 >>> mechanism = calibrate(target_epsilon=3.0, target_delta=1e-5, population=1000, expected_batch_size=64, num_steps=156,
 ...                       l2_clip_norm=1.0)
@@ -20,22 +19,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
 
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-from dp_accounting.pld import privacy_loss_distribution as pld
 from dp_accounting.rdp import RdpAccountant
 from scipy.optimize import brentq
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.large_delta import MIN_DELTA
+from dpmerge.common.loss_distribution import Loss, compose
 from dpmerge.common.mechanism import SAMPLER_TV_PER_VALUE, AscentSampling, Mechanism, NoiseMode, PrivacyUnit, Sharpness
 
-MIN_DELTA = 1e-12
 MAX_EPSILON = 100.0
 """Beyond it e^ε is no promise, and loss distributions grow past any memory."""
-
-_FFT_ERROR = 1e-14
-"""Set aside from δ: against the closed form at q = 1, compositions came out too small by 3e-16 (tests)."""
 
 _MAX_RDP = 10 * MAX_EPSILON
 _Parts = tuple[tuple[float, float, int], ...]
@@ -74,10 +69,10 @@ def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
     Raises:
         DpmergeError: DPM-501 where the number could not be trusted: δ < 1e-12, ε > 100, or δ eaten up by the sampler.
     """
-    return epsilon_together((mechanism,), mechanism.target_delta, pessimistic=pessimistic)
+    return _epsilon((mechanism,), mechanism.target_delta, pessimistic=pessimistic)
 
 
-def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimistic: bool = True) -> float:
+def epsilon_together(mechanisms: Sequence[Mechanism], delta: float) -> float:
     """Return ε at δ of several trainings on the same records; later ones may depend on what earlier ones released.
 
     All loss distributions are composed, so this is less than the sum of the ε's; the secure samplers' errors add up.
@@ -86,10 +81,9 @@ def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimist
     Args:
         mechanisms: All of one privacy unit; none at all cost nothing.
         delta: δ of the total; each mechanism's own plays no part.
-        pessimistic: False gives a bracket's lower end.
 
     Raises:
-        DpmergeError: As `epsilon_pld`.
+        DpmergeError: As `cross_check`: the total has the same witnesses as a single training.
         ValueError: If the privacy units differ.
 
     >>> one = calibrate(target_epsilon=1.0, target_delta=1e-5, population=1000, expected_batch_size=64, num_steps=10,
@@ -101,6 +95,20 @@ def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimist
         raise ValueError("Expected mechanisms of one privacy_unit: what protects a record is no bound for a user.")
     if not mechanisms:
         return 0.0
+    return _checked_together(tuple(mechanisms), delta)
+
+
+@lru_cache(maxsize=64)
+def _checked_together(mechanisms: tuple[Mechanism, ...], delta: float) -> float:
+    epsilon = _epsilon(mechanisms, delta)
+    if math.isfinite(epsilon):
+        parts, left = _parts(mechanisms), _delta_left(mechanisms, delta, epsilon)
+        _refuse_disagreement(epsilon, prv=_prv(parts, left, epsilon), rdp=_rdp(parts, left))
+    return epsilon
+
+
+def _epsilon(mechanisms: Sequence[Mechanism], delta: float, *, pessimistic: bool = True) -> float:
+    """Return ε at δ of all together, not yet cross-checked; `pessimistic = False` gives a bracket's lower end."""
     if not all(mechanism.private for mechanism in mechanisms):
         return math.inf
     left = _delta_left(mechanisms, delta, 0.0)
@@ -108,13 +116,14 @@ def epsilon_together(mechanisms: Sequence[Mechanism], delta: float, *, pessimist
     parts = _parts(mechanisms)
     rdp = _rdp(parts, left)  # a cheap look first: hopeless loss distributions outgrow memory
     _refuse_unless(rdp <= _MAX_RDP, f"RDP gives epsilon = {rdp:.3g}, far above {MAX_EPSILON:g}", remedy)
-    loss = _composed(parts, pessimistic, 1)
+    loss = _composed(parts, left, pessimistic, 1)
     epsilon = -1.0
-    larger = float(loss.get_epsilon_for_delta(left))
+    larger = loss.epsilon(left)
     while larger > epsilon:  # the sampler's charge grows with ε and ε with the charge: climb to the least fixed point
         epsilon = larger
         _refuse_unless(epsilon <= MAX_EPSILON, f"epsilon = {epsilon:g} is above {MAX_EPSILON:g}", remedy)
-        larger = float(loss.get_epsilon_for_delta(_delta_left(mechanisms, delta, epsilon)))
+        again = _delta_left(mechanisms, delta, epsilon)
+        larger = epsilon if again == left else loss.epsilon(again)
     return epsilon
 
 
@@ -130,18 +139,21 @@ def epsilon_prv(mechanism: Mechanism) -> float:
     """Return the upper end of Opacus's PRV bracket, which is 1 % of max(1, ε) above its estimate."""
     if not mechanism.private:
         return math.inf
+    epsilon = epsilon_pld(mechanism)
+    return _prv(_parts((mechanism,)), _delta_left((mechanism,), mechanism.target_delta, epsilon), epsilon)
+
+
+def _prv(parts: _Parts, delta: float, epsilon: float) -> float:
     from opacus.accountants import PRVAccountant  # seconds to import, and only a cross-check needs it
 
-    epsilon = epsilon_pld(mechanism)
     accountant = PRVAccountant()
-    accountant.history = [(sigma, mechanism.sampling_prob, count) for sigma, count in mechanism.queries]
+    accountant.history = list(parts)
     with warnings.catch_warnings():
         warnings.simplefilter(
             "ignore"
         )  # log(0) at q = 1 and the range of its internal RDP orders; the result is checked
         error = _PRV_RELATIVE_ERROR * max(1.0, epsilon)
-        left = _delta_left((mechanism,), mechanism.target_delta, epsilon)
-        return float(accountant.get_epsilon(left, eps_error=error))
+        return float(accountant.get_epsilon(delta, eps_error=error))
 
 
 @lru_cache(maxsize=64)
@@ -160,7 +172,7 @@ def cross_check(mechanism: Mechanism) -> Accounting:
         sampler_delta=_sampler_delta((mechanism,), epsilon),
         accountant=f"dp-accounting {version('dp-accounting')} PLD",
     )
-    _refuse_disagreement(accounting)
+    _refuse_disagreement(epsilon, prv=accounting.epsilon_prv, rdp=accounting.epsilon_rdp)
     return accounting
 
 
@@ -231,11 +243,16 @@ def _calibrated(unit_noise: Mechanism, target: float) -> Mechanism:
     confirms it or takes the last steps. ε falls at least as fast as 1/σ: a relative slack in ε bounds that in σ.
     """
     delta = _delta_left((unit_noise,), unit_noise.target_delta, target)
+    parts = _parts((unit_noise,))
+    sampled = -math.expm1(math.fsum(n * math.log1p(-min(q, 1 - 2**-53)) for _, q, n in parts))  # at all, in any step
+    remedy = "lower delta: it covers every sample"
+    _refuse_unless(sampled > delta, f"epsilon = {target:g} is met without any noise", remedy)
     free = replace(unit_noise, noise="fast")  # the search may pass through σ that secure noise would refuse
 
     def epsilon_at(scale: float, coarseness: int) -> float:
-        loss = _composed(_parts((_scaled(free, scale),)), True, coarseness)
-        return float(loss.get_epsilon_for_delta(delta))
+        parts = _parts((_scaled(free, scale),))
+        rdp = _rdp(parts, delta) if _is_wide(parts) else 0.0  # which takes as long as a coarse composition
+        return rdp if rdp > _MAX_RDP else _composed(parts, delta, True, coarseness).epsilon(delta)
 
     scale = _least_scale(lambda s: epsilon_at(s, 10), target, start=1.0, step=math.log(2))
     if not (1 - 2e-5) * target <= epsilon_at(scale, 1) <= target:
@@ -267,9 +284,7 @@ def _least_scale(epsilon_at: Callable[[float], float], target: float, *, start: 
         _refuse_unless(high < 30, f"no noise reaches epsilon = {target:g}", "raise epsilon or delta, or train less")
     while excess(low) <= 0:
         low, high = low - step, low
-        _refuse_unless(
-            low > -7, f"epsilon = {target:g} is met without any noise", "lower delta: it covers every sample"
-        )
+        _refuse_unless(low > -7, f"epsilon = {target:g} is met with hardly any noise", "lower epsilon or delta")
     root = float(brentq(excess, low, high, xtol=1e-5))
     while excess(root) > 0:  # brentq may stop on the wrong side of the root, by at most its tolerance
         root += 1e-5
@@ -287,21 +302,9 @@ def _parts(mechanisms: Sequence[Mechanism]) -> _Parts:
 
 
 @lru_cache(maxsize=8)
-def _composed(parts: _Parts, pessimistic: bool, coarseness: int) -> Any:
-    """Return dp-accounting's loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
-    interval = coarseness * _interval(parts)
-    total = None
-    for sigma, q, count in parts:
-        one = pld.from_gaussian_mechanism(
-            standard_deviation=sigma,
-            sampling_prob=q,
-            pessimistic_estimate=pessimistic,
-            value_discretization_interval=interval,
-            use_connect_dots=pessimistic,  # connect-the-dots exists for the pessimistic side only
-        )
-        composed = one.self_compose(count)
-        total = composed if total is None else total.compose(composed)
-    return total
+def _composed(parts: _Parts, delta: float, pessimistic: bool, coarseness: int) -> Loss:
+    """Return the loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
+    return compose(parts, interval=coarseness * _interval(parts), delta=delta, pessimistic=pessimistic)
 
 
 def _interval(parts: _Parts) -> float:
@@ -310,6 +313,12 @@ def _interval(parts: _Parts) -> float:
     smallest_sigma = min(sigma for sigma, _, _ in parts)
     largest_loss = 0.5 / smallest_sigma**2 + 10 / smallest_sigma
     return max(min(_INTERVAL, smallest_loss / 40), largest_loss / _MAX_LOSS_CELLS)
+
+
+def _is_wide(parts: _Parts) -> bool:
+    """Whether the Rényi divergence of order 2, a sum of logarithms, leaves it open that ε is hopelessly large."""
+    squares = (n * math.log1p(q * q * math.expm1(min(sigma**-2, 700.0))) for sigma, q, n in parts)
+    return math.fsum(squares) > _MAX_RDP / 2
 
 
 def _rdp(parts: _Parts, delta: float) -> float:
@@ -330,10 +339,10 @@ def _sampler_delta(mechanisms: Sequence[Mechanism], epsilon: float) -> float:
 
 
 def _delta_left(mechanisms: Sequence[Mechanism], delta: float, epsilon: float) -> float:
-    """Return what remains of δ for the ideal mechanisms at this ε, after the samplers' and the arithmetic's share."""
+    """Return what remains of δ for the ideal mechanisms at this ε, after the samplers' share."""
     charge = _sampler_delta(mechanisms, epsilon)
     _refuse_unless(delta >= MIN_DELTA, f"delta = {delta:g} is too small to account", f"choose at least {MIN_DELTA:g}")
-    left = delta - charge - _FFT_ERROR
+    left = delta - charge
     remedy = "raise delta, lower epsilon, or train fewer coordinates"
     _refuse_unless(left > MIN_DELTA / 2, f"delta = {delta:g} hardly exceeds the secure sampler's {charge:.1e}", remedy)
     return left
@@ -344,8 +353,7 @@ def _refuse_unless(holds: bool, problem: str, fix: str) -> None:
         raise DpmergeError("DPM-501", problem, fix)
 
 
-def _refuse_disagreement(accounting: Accounting) -> None:
-    epsilon, prv, rdp = accounting.epsilon, accounting.epsilon_prv, accounting.epsilon_rdp
+def _refuse_disagreement(epsilon: float, *, prv: float, rdp: float) -> None:
     if math.isinf(epsilon):
         return
     tolerance = _PRV_RELATIVE_ERROR * max(1.0, epsilon)  # PRV's bracket is twice this wide and ends at its upper bound

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 
 import rfc8785
 
+from dpmerge.common.config_apart import OwnedFiles
 from dpmerge.common.config_rules import Refused, build, unknown_key
 from dpmerge.common.config_sections import (
     BaseSettings,
@@ -46,8 +47,9 @@ from dpmerge.common.config_sections import (
     TrainingSettings,
 )
 from dpmerge.common.config_subspace import RANDOM, SubspaceSettings
+from dpmerge.common.data_path import data_path
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.files import is_within, place_of
+from dpmerge.common.large_delta import default_delta, is_large
 
 __all__ = [
     "BaseSettings",
@@ -109,6 +111,8 @@ class Federation:
         for index, name in enumerate(names):
             if name in names[:index]:
                 raise Refused(f"party[{index}]", "name", name, "is taken by another party", "give each its own name")
+        _check_apart(self)
+        for index in range(len(names)):
             _resolve(self, index)
         quorum = self.intake.min_parties
         if quorum > len(names):
@@ -150,14 +154,16 @@ class FileSource:
 
 
 _NAME_PUBLIC_TEXTS = f'name public texts that no party has, or "{RANDOM}" for random directions'
+_NAME_PUBLIC_TEST = "name a public file; accuracy on private records would be a query on them"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartyPlan:
     """All that one party needs to know to train and release.
 
-    `privacy.population` is always set; `privacy.epsilon` is set exactly when `privacy.private`; a subspace is not of
-    the party's own data, however the plan was made.
+    `privacy.population` and `privacy.delta` are always set; `privacy.epsilon` is set exactly when `privacy.private`; δ
+    is below 1 / population unless `privacy.allow_large_delta`; neither a subspace nor a test file is the party's own
+    data: however the plan was made.
     """
 
     party: str
@@ -169,10 +175,15 @@ class PartyPlan:
     seed: int
 
     def __post_init__(self) -> None:
+        _check_delta("privacy", self.privacy)
         subspace = self.training.subspace
         if subspace is not None and _is_own(subspace.public, self.source):
             complaint = f"is the data of party {self.party}"
             raise Refused("training", "subspace.public", subspace.public, complaint, _NAME_PUBLIC_TEXTS)
+        if isinstance(self.source, FileSource) and self.source.test is not None:
+            own = OwnedFiles([(self.party, self.source.path)])
+            if own.owner_of(self.source.test, split_may_differ=True) is not None:
+                raise Refused("source", "test", self.source.test, "is the private data itself", _NAME_PUBLIC_TEST)
 
     def to_dict(self) -> dict[str, object]:
         """The plan as JSON-able tables; `plan_from_dict` is the way back."""
@@ -281,9 +292,6 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
         complaint = f"exceeds the declared population {population} of party {party.name}"
         raise Refused(place, "expected_batch_size", batch, complaint, "sample at most the population per step")
     source = _source(party, federation.folder)
-    if isinstance(source, FileSource) and source.test is not None and _same_file(source.path, source.test):
-        fix = "name a public file; accuracy on private records would be a query on them"
-        raise Refused(section, "test", party.test, "is the private data itself", fix)
     return PartyPlan(
         party=party.name,
         base=replace(federation.base, model=_model(federation)),
@@ -296,35 +304,50 @@ def _resolve(federation: Federation, index: int) -> PartyPlan:
 
 
 def _subspace(federation: Federation, subspace: SubspaceSettings, section: str) -> SubspaceSettings:
-    """The settings with an absolute path; refused if the public data are a party's own, or its test data."""
-    if subspace.public == RANDOM or _is_task(subspace.public):
-        owners = [party.name for party in federation.parties if party.task == subspace.public]
-        path = subspace.public
-    else:
-        path = _absolute(federation.folder, subspace.public)
-        owners = [
-            party.name
-            for party in federation.parties
-            if any(
-                is_within(place_of(path), place_of(_absolute(federation.folder, own)))
-                for own in (party.data, party.test)
-                if own
-            )
-        ]
-    if owners:
-        complaint = f"is the data of party {owners[0]}"
+    """The settings with an absolute path; refused if they name a party's task."""
+    if subspace.public != RANDOM and not _is_task(subspace.public):
+        return replace(subspace, public=_absolute(federation.folder, subspace.public))
+    owner = next((party.name for party in federation.parties if party.task == subspace.public), None)
+    if owner is not None:
+        complaint = f"is the data of party {owner}"
         raise Refused(section, "subspace.public", subspace.public, complaint, _NAME_PUBLIC_TEXTS)
-    return replace(subspace, public=path)
+    return subspace
 
 
 def _is_own(public: str, source: TaskSource | FileSource) -> bool:
     """Whether public texts are a party's own data, or its test data."""
     if isinstance(source, TaskSource):
         return public == source.task
-    own = [path for path in (source.path, source.test) if path is not None]
-    return (
-        public != RANDOM and not _is_task(public) and any(is_within(place_of(public), place_of(path)) for path in own)
-    )
+    if public == RANDOM or _is_task(public):
+        return False
+    own = [("", path) for path in (source.path, source.test) if path is not None]
+    return OwnedFiles(own).owner_of(public) is not None
+
+
+def _check_apart(federation: Federation) -> None:
+    """Refuse test files and public texts that are, under whatever name, the data of any party of the federation.
+
+    Raises:
+        Refused: DPM-103 with the party whose data it is.
+    """
+    publics, folder = _public_files(federation), federation.folder
+    if not publics and not any(party.test for party in federation.parties):
+        return
+    data = [(party.name, _absolute(folder, party.data)) for party in federation.parties if party.data]
+    private = OwnedFiles(data)
+    for index, party in enumerate(federation.parties):
+        if not party.test:
+            continue
+        owner = private.owner_of(_absolute(folder, party.test), split_may_differ=True)
+        if owner is not None:
+            whose = "itself" if owner == party.name else f"of party {owner}"
+            raise Refused(f"party[{index}]", "test", party.test, f"is the private data {whose}", _NAME_PUBLIC_TEST)
+    tests = [(party.name, _absolute(folder, party.test)) for party in federation.parties if party.test]
+    owned = OwnedFiles([*data, *tests]) if publics else private
+    for section, path in publics.items():
+        owner = owned.owner_of(_absolute(folder, path))
+        if owner is not None:
+            raise Refused(section, "subspace.public", path, f"is the data of party {owner}", _NAME_PUBLIC_TEXTS)
 
 
 def _is_task(name: str) -> bool:
@@ -366,7 +389,20 @@ def _resolve_privacy(federation: Federation, party: PartySettings, section: str)
             "declare the public, rounded size of the data, for example population = 3000; it is never read off the file"
         )
         raise Refused(section, "population", None, "is missing", fix)
+    if privacy.delta is None:
+        privacy = replace(privacy, delta=default_delta(privacy.population))
+    _check_delta(f"{section}.privacy" if "delta" in own else "privacy", privacy)
     return privacy
+
+
+def _check_delta(section: str, privacy: PrivacySettings) -> None:
+    """Refuse a δ that publishing one record in the clear would meet, unless it is asked for by name."""
+    population, delta = privacy.population, privacy.delta
+    if population is None or delta is None:
+        raise Refused(section, "delta", delta, "is not resolved", "state delta and population")
+    if privacy.private and is_large(delta, population) and not privacy.allow_large_delta:
+        fix = f"leave delta out, which gives {default_delta(population):g}; tests may say allow_large_delta = true"
+        raise Refused(section, "delta", delta, f"is not below 1 / population (1 / {population})", fix)
 
 
 def _check_unit(party: PartySettings, unit: str, section: str) -> None:
@@ -406,12 +442,6 @@ def _source(party: PartySettings, folder: Path) -> TaskSource | FileSource:
     )
 
 
-def _same_file(first: str, second: str) -> bool:
-    """Whether two paths are one file, or one split of one folder, through links too."""
-    (place, _, split), (other, _, other_split) = first.partition("::"), second.partition("::")
-    return split == other_split and Path(place).resolve() == Path(other).resolve()
-
-
 def _model(federation: Federation) -> str:
     """A local folder as an absolute path, since parties may run elsewhere; an alias or a hub id as it is."""
     path = _absolute(federation.folder, federation.base.model)
@@ -423,7 +453,7 @@ def _absolute(folder: Path, path: str) -> str:
 
 
 def _file(folder: Path, path: str) -> Path:
-    return Path(_absolute(folder, path).partition("::")[0])
+    return data_path(_absolute(folder, path)).place
 
 
 def _check_files(federation: Federation, where: str) -> None:

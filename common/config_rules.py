@@ -4,9 +4,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from dpmerge.common.data_path import SPLIT_MARK, is_data_path
 from dpmerge.common.errors import DpmergeError, closest
 
 S = TypeVar("S")
@@ -201,6 +202,12 @@ LABELS = Rule(
     {"type": "object", "minProperties": 2, "additionalProperties": {"type": "string", "minLength": 1}},
     dict,
     'write, for example, labels = { "1" = "a bad product", "5" = "a great product" }',
+)
+_TEXT = words()
+DATA_PATH = replace(
+    _TEXT,
+    accepts=lambda v: _TEXT.accepts(v) and is_data_path(v),
+    constraint=f"a path with at most one {SPLIT_MARK}, which names a split of the folder before it",
 )
 TABLE = Rule(lambda v: isinstance(v, Mapping), "a table", {"type": "object"}, dict, "write it as a table of its own")
 

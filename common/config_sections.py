@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
 from dpmerge.common.config_rules import (
+    DATA_PATH,
     FLAG,
     LABELS,
     LAYERS,
@@ -32,7 +33,9 @@ from dpmerge.common.config_rules import (
     words,
 )
 from dpmerge.common.config_subspace import SUBSPACE_OR_FALSE, SubspaceSettings
+from dpmerge.common.large_delta import MIN_DELTA
 from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
+from dpmerge.common.tabular.rows import MAX_RECORDS_PER_USER
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Semantics = Literal["paper", "peft", "mergekit"]
@@ -214,14 +217,24 @@ class TrainingSettings:
 class PrivacySettings:
     """`[privacy]`: the guarantee; a party overrides single keys in `[party.privacy]`.
 
-    `epsilon` has no default: either a budget is stated or `private = false` is.
+    `epsilon` has no default: either a budget is stated or `private = false` is. That of `delta` follows each party's
+    population.
     """
 
     section: ClassVar[str] = "privacy"
     private: bool = field(default=True, metadata=_meta(FLAG, "false trains without privacy; marked in every output."))
     epsilon: float | None = field(default=None, metadata=_meta(EPSILON, "Target ε, never exceeded.", 3.0))
-    delta: float = field(
-        default=1e-5, metadata=_meta(real(at_least=1e-12, below=1.0), "Target δ, well below 1 / population.")
+    delta: float | None = field(
+        default=None,
+        metadata=_meta(
+            real(at_least=MIN_DELTA, below=1.0),
+            "Target δ, below 1 / population; without it a tenth of that, at most 1e-5.",
+            1e-5,
+        ),
+    )
+    allow_large_delta: bool = field(
+        default=False,
+        metadata=_meta(FLAG, "Allow δ of 1 / population or more, for tests: the statement says so.", True),
     )
     l2_clip_norm: float = field(
         default=1.0, metadata=_meta(real(at_least=1e-12, at_most=1e12), "Bound on each unit's gradient norm.")
@@ -239,6 +252,10 @@ class PrivacySettings:
         metadata=_meta(
             choice(*get_args(PrivacyUnit)), "What one neighbour differs in: one record, or all records of a user."
         ),
+    )
+    max_records_per_user: int = field(
+        default=MAX_RECORDS_PER_USER,
+        metadata=_meta(whole(1), "For unit = user: of each user so many records are read, the first in the file."),
     )
     population: int | None = field(
         default=None,
@@ -358,7 +375,7 @@ class PartySettings:
     )
     data: str | None = field(
         default=None,
-        metadata=_meta(words(), "Own CSV, JSONL or data-set folder; relative to this file.", "reviews.csv"),
+        metadata=_meta(DATA_PATH, "Own CSV, JSONL or data-set folder; relative to this file.", "reviews.csv"),
     )
     text: str | None = field(default=None, metadata=_meta(words(), 'Column of the text; "text" if not given.', "body"))
     label: str | None = field(
@@ -372,7 +389,7 @@ class PartySettings:
         default=None, metadata=_meta(LABELS, "Each label as it stands in the file, and its description in words.")
     )
     test: str | None = field(
-        default=None, metadata=_meta(words(), "Public test data with the same columns.", "public.csv")
+        default=None, metadata=_meta(DATA_PATH, "Public test data with the same columns.", "public.csv")
     )
     population: int | None = field(
         default=None,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
-from dpmerge.common.config_rules import Refused, Rule, check_fields, choice, nested, whole, words
+from dpmerge.common.config_rules import DATA_PATH, Refused, Rule, check_fields, choice, nested, whole, words
 
 Allocation = Literal["uniform", "public", "history"]
 Clip = Literal["fixed", "public", "quantile"]
@@ -43,7 +43,7 @@ class SubspaceSettings:
     )
     public: str = field(
         metadata=_meta(
-            words(),
+            DATA_PATH,
             'Public texts: a task of the registry that no party has, a file, or "none" for random directions.',
             "sms",
         )

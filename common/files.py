@@ -1,7 +1,15 @@
 """Writing a file in one step: whoever looks finds the old content or the new, whatever happens in between."""
 
+import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from dpmerge.common.errors import DpmergeError
+
+NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+"""What an `OSError` says of storage that takes no more; nothing in a configuration can mend it."""
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
@@ -21,7 +29,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
     temporary = temporary_of(path)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             if mode is not None:
                 os.fchmod(descriptor, mode)  # a file that an interrupted writer left keeps the rights it had
             file.write(data.encode() if isinstance(data, str) else data)
@@ -36,23 +44,75 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
         fsync_folder(path.parent)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say which file an `OSError` of the block is about: the operating system names none when a write fails."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is not None and problem.filename is None:
+            problem.filename = str(path)
+        raise
+
+
+def storage_refusal(problem: OSError) -> DpmergeError:
+    """Return what to tell the person whose storage is full: which file it was, and how to go on.
+
+    >>> storage_refusal(OSError(errno.ENOSPC, "No space left on device", "runs/a/log.txt")).problem
+    'runs/a/log.txt cannot be written: No space left on device'
+    """
+    file = problem.filename or "a file"
+    fix = "make room, then run it again (simulate: with --resume, which repeats nothing that is finished)"
+    return DpmergeError("DPM-305", f"{file} cannot be written: {problem.strerror}", fix)
+
+
 def temporary_of(path: Path) -> Path:
     """Return where `replace_file` writes before it renames; a killed process may leave a file there."""
     return path.with_name(f"{path.name}.tmp")
 
 
+def make_durable(path: Path) -> None:
+    """Wait until a file, or a folder with the files in it, is on disk under its name.
+
+    For whatever was written by somebody else, who may have died before it was on disk.
+    """
+    if path.is_dir():
+        for file in sorted(path.iterdir()):
+            if file.is_file():
+                _fsync(file)
+    _fsync(path)
+    _fsync(path.parent)
+
+
+def make_folder(folder: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those that lead to it, if they are missing, and wait until their names are on disk.
+
+    What is written durably into a folder is lost all the same if a power cut takes the folder away.
+
+    Args:
+        folder: May exist.
+        mode: Rights of the last one, less the umask.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.is_dir()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    for place in reversed(missing):
+        fsync_folder(place.parent)
+
+
 def fsync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def place_of(path: str | Path) -> Path:
-    """Return the file or folder that a data path names, whatever its ::split, with links resolved."""
-    return Path(str(path).partition("::")[0]).resolve()
 
 
 def is_within(one: Path, other: Path) -> bool:

@@ -20,6 +20,8 @@ FEATURE_SCALE = 8.0
 """Norm of the features that a head sees."""
 LABEL_TEXT_NORM = 2.5
 """Norm of each class's vector in a label-text head: logits are 20 · cosine."""
+DESCRIPTION_TOKENS = 64
+"""Tokens kept of a class description."""
 
 
 @torch.no_grad()
@@ -32,8 +34,8 @@ def label_text_head(base: Base, descriptions: Mapping[str, str]) -> Head:
     """
     whole = SplitEncoder(base.encoder, base.layers, 0)
     rows = []
-    for ids in tokenize(base, list(descriptions.values()), max_length=64):
-        batch, mask = pad([ids], int(base.tokenizer.pad_token_id), padded_length(len(ids)))
+    for ids in tokenize(base, list(descriptions.values()), max_length=DESCRIPTION_TOKENS):
+        batch, mask = pad([ids], int(base.tokenizer.pad_token_id), padded_length(len(ids), DESCRIPTION_TOKENS))
         rows.append(pool(whole.top(whole.trunk(batch, mask), mask), mask))
     return Head(
         kind="label-text",

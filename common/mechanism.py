@@ -27,6 +27,13 @@ GRID_STEPS_PER_SIGMA = 2**20
 MIN_SECURE_NOISE_MULTIPLIER = 1 / 16
 """Below it a clipped coordinate could exceed 2²⁴ grid steps, the last integer up to which fp32 is exact."""
 
+COMPANY_MARGIN = 2.0**-10
+"""Share of C that clipping leaves free, for rows of other units that rounding may change when one comes or goes.
+
+Rows are computed in fixed shapes, in which they did not change by a bit wherever that was measured. The margin is for
+what was not measured; docs/noise.md derives how much it covers.
+"""
+
 SAMPLER_TV_PER_VALUE = 2.0**-68
 """Bound on one secure noise value's total-variation distance from a rounded Gaussian (derived in docs/noise.md)."""
 

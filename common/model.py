@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.architecture import check_config, check_encoder, find_layers
 from dpmerge.common.assets import ASSETS, model_folder
+from dpmerge.common.attention import always_mask
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.release import PEFT_PREFIX
 
@@ -98,6 +99,7 @@ def load_base(name: str) -> Base:
         ) from error
     _choose_filler(tokenizer, name)
     encoder.eval().requires_grad_(False)
+    always_mask(encoder)
     check_encoder(encoder, name)
     public_name = name if is_alias or not Path(name).exists() else Path(name).resolve().name
     encoder.name_or_path = public_name  # PEFT copies it into every adapter_config.json

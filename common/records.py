@@ -1,30 +1,37 @@
-"""Records of a party's own: a CSV, JSONL or Parquet file, or a data-set folder.
+"""Records of a party's own: a CSV, TSV, JSON or Parquet file, or a data-set folder.
 
-Nothing that leaves a party may depend on a single record, so a record that cannot be used (its text is empty, its label
-is not declared, its line is broken) is left out in silence: no message, no count. What is refused is what the party
-itself got wrong about the whole file, and a refusal names columns and declared labels, never a row.
+Nothing that leaves a party may depend on a single record, so each is read by itself, and one that cannot be used (its
+text is empty, its label is not declared, its line is broken) is left out in silence, never its neighbours. What became
+of the records is told to their owner only, in a `ReadReport`.
+
+What one record is:
+
+    .csv, .tsv          a line below the header; a quoted field cannot span lines
+    .jsonl, .ndjson     a line
+    .json               an element of the array (`FILE.json::lines` and `FILE.json::columns`: see `json_records.py`)
+    .parquet, a saved data set    a row
+    a folder            whatever its files hold
+
+Columns are those that the format's schema declares (header line, Parquet schema, features of a data set). One that is
+missing there is refused before any record is read. Where a format declares none, as JSON, a record without the column
+is an unusable record.
 """
 
+from __future__ import annotations
+
 import csv
-import json
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from dpmerge.common.errors import DpmergeError, closest
-
-DELIMITERS = ",;\t"
-MAX_FIELD_CHARACTERS = 2**31 - 1  # csv refuses the file at 131,072: one long record must not stop a party
-SPLIT_MARK = "::"
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
-    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
-}
-
-Table: TypeAlias = tuple[list[str], Iterable[Mapping[str, Any]]]  # column names, rows
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.tabular import rows as of
+from dpmerge.common.tabular.cells import Labels, is_scalar, owner_of
+from dpmerge.common.tabular.lines import lines
+from dpmerge.common.tabular.places import tables
+from dpmerge.common.tabular.rows import MAX_RECORDS_PER_USER, ReadReport, Row, Tally
 
 
 @dataclass(frozen=True)
@@ -54,62 +61,103 @@ class Records:
 def read_records(
     path: str | Path, *, text: str, label: str, labels: Mapping[str, str], user: str | None = None
 ) -> Records:
+    """Read labelled texts; see `read_with_report`, of which this is the first half."""
+    return read_with_report(path, text=text, label=label, labels=labels, user=user)[0]
+
+
+def read_with_report(
+    path: str | Path,
+    *,
+    text: str,
+    label: str,
+    labels: Mapping[str, str],
+    user: str | None = None,
+    max_characters: int = of.MAX_RECORD_BYTES,
+    max_records_per_user: int = MAX_RECORDS_PER_USER,
+) -> tuple[Records, ReadReport]:
     """Read labelled texts from a party's own file or folder, without any use of the network.
 
     Args:
-        path: A `.csv` or `.tsv` file (header line, UTF-8; comma, semicolon or tab between), a `.jsonl`, `.json` or
-            `.parquet` file, a folder of such files, or one written by `datasets.save_to_disk`. A folder may name its
-            split as `folder::split`; without, `train` is taken, or the only one.
+        path: A file or folder of the kinds above. A folder may name its split as `folder::split`; without, `train` is
+            taken, or the only one.
         text: Name of the column with the text.
         label: Name of the column with the class.
-        labels: Declared label → description. Cells are compared as strings; the order gives the class indices.
+        labels: Declared label → description, compared as `Labels` says; the order gives the class indices.
         user: Name of the column that tells whose record it is, or None. Cells are compared as strings, spaces around
             them aside: two spellings are two users. A record without a user is unusable.
+        max_characters: Texts are cut there.
+        max_records_per_user: Of a user's usable records so many are kept, the first in the order of the file.
 
     Returns:
-        The usable records in the order of the file; there may be none, since whether there is one is private.
+        The usable records in the order of the file, and what became of all of them. There may be none, since whether
+        there is one is private.
 
     Raises:
-        DpmergeError: DPM-203 if the file cannot be read or a column is missing.
+        DpmergeError: DPM-203 if the file cannot be read or its schema lacks a column.
 
     Deviations:
         `labels` has no default: a set of labels read off private records would itself be private.
     """
-    columns, rows = _read_table(path)
-    for key, name in (("text", text), ("label", label), ("user", user)):
-        if name is not None and name not in columns:
-            raise _missing_column(path, key, name, columns)
-    index = {name: position for position, name in enumerate(labels)}
-    usable = [
-        (_encodable(content.strip()), index[kind], owner)
-        for content, kind, owner in ((row.get(text), str(row.get(label)).strip(), _owner(row, user)) for row in rows)
-        if isinstance(content, str) and content.strip() and kind in index and owner is not None
-    ]
-    texts, classes, owners = zip(*usable, strict=True) if usable else ((), (), ())
-    if user is None:
-        return Records(texts, classes)
-    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
-    return Records(texts, classes, tuple(numbers[owner] for owner in owners))
+    wanted = {"text": text, "label": label} | ({} if user is None else {"user": user})
+    tally, num_kept = Tally(), dict[str, int]()
+    kept: list[tuple[str, int, str]] = []
+    with _refusals(path):
+        for file, table in tables(path, wanted):
+            classes = Labels(list(labels), table.class_names.get(label, ()))
+            for row in table.rows:
+                found = _usable(row, wanted, classes)
+                if (
+                    not isinstance(found, str)
+                    and user is not None
+                    and num_kept.get(found[2], 0) >= max_records_per_user
+                ):
+                    found = of.USER_IS_FULL
+                if isinstance(found, str):
+                    tally.drop(found, f"{file}{row.place}")
+                    continue
+                content, kind, owner = found
+                num_kept[owner] = num_kept.get(owner, 0) + 1
+                tally.num_cut += len(content) > max_characters
+                kept.append((content[:max_characters], kind, owner))
+    return _records(kept, user is not None), tally.report(len(kept))
 
 
 def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
     """Read texts without labels: the lines of a `.txt` file, or a column of what `read_records` takes.
 
     Raises:
-        DpmergeError: DPM-203 if the file cannot be read, or the column is missing.
+        DpmergeError: DPM-203 if the file cannot be read, or its schema lacks the column.
     """
-    if Path(path).suffix.lower() == ".txt":
-        try:
-            lines: Iterable[Any] = Path(path).read_text(encoding="utf-8-sig", errors="replace").splitlines()
-        except OSError as error:
-            problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
-            raise DpmergeError("DPM-203", problem, "check the path and the permissions") from None
-    else:
-        columns, rows = _read_table(path)
-        if text not in columns:
-            raise _missing_column(path, "text", text, columns)
-        lines = (row.get(text) for row in rows)
-    return tuple(_encodable(line.strip()) for line in lines if isinstance(line, str) and line.strip())
+    found: Iterator[Any]
+    with _refusals(path):
+        if Path(path).suffix.lower() == ".txt":
+            found = (line for _, line in lines(Path(path)))
+        else:
+            found = (row.cells.get(text) for _, table in tables(path, {"text": text}) for row in table.rows)
+        return tuple(_encodable(line.strip()) for line in found if isinstance(line, str) and line.strip())
+
+
+def _usable(row: Row, wanted: Mapping[str, str], classes: Labels) -> tuple[str, int, str] | str:
+    """Return text, class and user of a record, or the reason why it cannot be used."""
+    if row.problem:
+        return row.problem
+    content, label = row.cells.get(wanted["text"]), row.cells.get(wanted["label"])
+    if not isinstance(content, str):
+        return of.NO_TEXT
+    if not (content := content.strip()):
+        return of.EMPTY_TEXT
+    if (kind := classes.find(label)) is None:
+        return of.UNDECLARED if is_scalar(label) else of.NO_LABEL
+    owner = owner_of(row.cells.get(wanted["user"])) if "user" in wanted else ""
+    return of.NO_USER if owner is None else (_encodable(content), kind, owner)
+
+
+def _records(kept: Sequence[tuple[str, int, str]], has_users: bool) -> Records:
+    texts, classes, owners = zip(*kept, strict=True) if kept else ((), (), ())
+    if not has_users:
+        return Records(texts, classes)
+    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+    return Records(texts, classes, tuple(numbers[owner] for owner in owners))
 
 
 def _encodable(text: str) -> str:
@@ -117,23 +165,11 @@ def _encodable(text: str) -> str:
     return text.encode("utf-8", errors="replace").decode("utf-8")
 
 
-def _owner(row: Mapping[str, Any], user: str | None) -> str | None:
-    """Tell whose record a row is: "" where users are not told apart, None where the cell is empty (or NaN)."""
-    if user is None:
-        return ""
-    cell = row.get(user)
-    return None if cell is None or cell != cell else str(cell).strip() or None
-
-
-def _read_table(path: str | Path) -> Table:
-    """Read one file, or the files of a folder's split; turn failures into refusals that quote nothing."""
-    place, mark, split = str(path).rpartition(SPLIT_MARK) if SPLIT_MARK in str(path) else (str(path), "", "")
-    source = Path(place)
+@contextmanager
+def _refusals(path: str | Path) -> Iterator[None]:
+    """Turn failures into refusals that quote nothing."""
     try:
-        if source.is_dir():
-            return _read_folder(source, split)
-        if source.suffix.lower() in READERS and not mark:
-            return READERS[source.suffix.lower()](source)
+        yield
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror or type(error).__name__}"
         raise DpmergeError("DPM-203", problem, "check the path and the permissions") from None
@@ -142,109 +178,3 @@ def _read_table(path: str | Path) -> Table:
     except ImportError as error:
         problem = f"{path} needs the package {error.name}, which is not installed"
         raise DpmergeError("DPM-203", problem, "run pip install 'dpmerge[datasets]'") from None
-    problem = f"{path} is neither a {', '.join(READERS)} file nor a folder"
-    raise DpmergeError("DPM-203", problem, "name an existing file of these kinds, or a data-set folder")
-
-
-def _read_csv(path: Path) -> Table:
-    """Read a CSV file; the separator is the one that makes the most of the header line."""
-    previous = csv.field_size_limit(MAX_FIELD_CHARACTERS)
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as stream:
-            start, header = 0, stream.readline()
-            while header and not header.strip():
-                start, header = stream.tell(), stream.readline()
-            delimiter = max(DELIMITERS, key=lambda mark: len(next(csv.reader([header], delimiter=mark), [])))
-            stream.seek(start)
-            reader = csv.DictReader(stream, delimiter=delimiter, skipinitialspace=True)
-            reader.fieldnames = columns = [name.strip() for name in reader.fieldnames or []]
-            return columns, list(reader)
-    finally:
-        csv.field_size_limit(previous)
-
-
-def _read_json(path: Path) -> Table:
-    """Read one JSON object per line, or one array of objects; whatever is no object counts as an unusable record."""
-    content = path.read_text(encoding="utf-8-sig", errors="replace")
-    rows: list[Any] = []
-    is_array = path.suffix.lower() == ".json" and content.lstrip().startswith("[")
-    for part in [content] if is_array else content.split("\n"):
-        try:
-            parsed = json.loads(part)
-        except (ValueError, RecursionError):
-            continue
-        rows += parsed if isinstance(parsed, list) else [parsed]
-    return _table(row for row in rows if isinstance(row, dict))
-
-
-def _read_parquet(path: Path) -> Table:
-    """Read a Parquet file."""
-    from pyarrow import parquet  # type: ignore[import-untyped]  # has no stubs
-
-    return _table(parquet.ParquetFile(path).read().to_pylist())
-
-
-READERS: dict[str, Callable[[Path], Table]] = {
-    ".csv": _read_csv,
-    ".tsv": _read_csv,
-    ".jsonl": _read_json,
-    ".ndjson": _read_json,
-    ".json": _read_json,
-    ".parquet": _read_parquet,
-}
-
-
-def _read_folder(folder: Path, split: str) -> Table:
-    """Read a split of a data-set folder.
-
-    Only what `save_to_disk` wrote goes through `datasets`. Its loaders of plain files are avoided: they follow remote
-    addresses in a folder's README, log what is wrong with a row, and may keep private records in a cache of their own.
-    """
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        import datasets
-
-        loaded = datasets.load_from_disk(str(folder))
-        splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-        chosen = splits[_choose_split(folder, list(splits), split)]
-        return list(chosen.column_names), chosen
-    files: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in READERS:
-            files.setdefault(_split_of(path.relative_to(folder)), []).append(path)
-    if not files:
-        problem = f"{folder} holds neither a saved data set nor a {', '.join(READERS)} file"
-        raise DpmergeError("DPM-203", problem, "write it with save_to_disk, or put such files into it")
-    paths = files[_choose_split(folder, list(files), SPLIT_WORDS.get(split, split))]
-    return _table(row for path in paths for row in READERS[path.suffix.lower()](path)[1])
-
-
-def _split_of(path: Path) -> str:
-    """Tell a file's split by the words of its name and folders, the last one first; without a word it is `train`."""
-    words = re.findall("[a-z]+", path.as_posix().lower())
-    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), "train")
-
-
-def _choose_split(folder: Path, names: list[str], wanted: str) -> str:
-    """Return the split asked for; without a wish `train`, or the only one."""
-    name = wanted or (names[0] if len(names) == 1 else "train")
-    if name not in names:
-        fix = f"name one as {folder}{SPLIT_MARK}{names[0]}; there are {', '.join(names)}"
-        raise DpmergeError("DPM-203", f"{folder} has no split {name!r}", fix)
-    return name
-
-
-def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
-    """Collect rows and the columns that any of them has."""
-    kept = list(rows)
-    return list(dict.fromkeys(key for row in kept for key in row)), kept
-
-
-def _missing_column(path: str | Path, key: str, name: str, columns: list[str]) -> DpmergeError:
-    """Name the columns that exist and the one that was probably meant."""
-    fix = f"set {key} to one of {_some(columns)}{closest(name, columns)}" if columns else "begin it with a header line"
-    return DpmergeError("DPM-203", f"{path} has no column {name!r}", fix)
-
-
-def _some(columns: list[str]) -> str:
-    """List column names, the first twenty at most."""
-    return ", ".join(map(repr, columns[:20])) + (" …" if len(columns) > 20 else "")

@@ -6,6 +6,7 @@ A release is a folder that `peft.PeftModel.from_pretrained` opens as it is, plus
     adapter_model.safetensors  LoRA factors under PEFT's own keys, fp32
     head.safetensors           "<party>.weight" and "<party>.bias"; kind, labels and feature scale in the metadata
     statement.json             the privacy statement; a merged model has merge.json in its place
+    modules.safetensors        in a merged model: heads that adapters brought as whole modules, "<party>/<tensor>"
     signature.json             the signed manifest of all the others, `common/manifest.py`
     README.md                  a model card, in a party's upload a signed one
     explain.svg                a picture of what was merged, in a merged model that was asked for one
@@ -16,13 +17,14 @@ The same release always becomes the same bytes: keys are sorted, nothing carries
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import rfc8785
 import torch
@@ -31,16 +33,18 @@ from torch import Tensor
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import fsync_folder
-from dpmerge.common.untrusted import ReleaseRefused, parse_json, parse_tensors
+from dpmerge.common.files import fsync_folder, make_folder, naming
+from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
 STATEMENT, MERGE, SIGNATURE, README = "statement.json", "merge.json", "signature.json", "README.md"
-PICTURE = "explain.svg"
-FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README, PICTURE})
+PICTURE, MODULES = "explain.svg", "modules.safetensors"
+FILES = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, MERGE, SIGNATURE, README, PICTURE, MODULES})
 UNHASHED = frozenset({SIGNATURE, README, PICTURE})
 PICKLES = frozenset({".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"})
+Kept = TypeVar("Kept")
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
+_LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adapter_model.safetensors`
 
 
@@ -86,6 +90,7 @@ class Release:
         heads: One head per party (in a release: its own).
         statement: The privacy statement; empty for a merged model.
         merge: What was merged and how; None for a party's release.
+        modules: "<party>/<tensor's name>" → a tensor of a head that PEFT trained whole; of a merged model only.
     """
 
     party: str
@@ -94,6 +99,7 @@ class Release:
     heads: dict[str, Head]
     statement: dict[str, Any] = field(default_factory=dict)
     merge: dict[str, Any] | None = None
+    modules: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (self.party, *self.heads):
@@ -103,6 +109,8 @@ class Release:
             raise ValueError(f"Expected release of {self.party!r} to have either a statement or a merge record.")
         if self.merge is not None and self.party != MERGED:
             raise ValueError(f"Expected party={self.party!r} of a merged model to be {MERGED!r}.")
+        if self.modules and self.merge is None:
+            raise ValueError(f"Expected release of {self.party!r} to have no modules of its own beside its head.")
         if self.statement and (self.statement.get("party") != self.party or set(self.heads) != {self.party}):
             raise ValueError(f"Expected statement and head of release {self.party!r} to be of that party.")
         base = self.adapter_config.get("base_model_name_or_path")
@@ -117,6 +125,19 @@ def adapter_key(module: str, factor: Literal["lora_A", "lora_B"]) -> str:
     'base_model.model.encoder.layer.5.output.dense.lora_B.weight'
     """
     return f"{PEFT_PREFIX}{module}.{factor}.weight"
+
+
+def by_party(modules: Mapping[str, Kept]) -> dict[str, dict[str, Kept]]:
+    """Sort the tensors of whole modules by party; what follows the last slash is the tensor's own.
+
+    >>> by_party({"shop/score.weight": 1, "shop/score.bias": 2})
+    {'shop': {'score.weight': 1, 'score.bias': 2}}
+    """
+    sorted_out: dict[str, dict[str, Kept]] = {}
+    for key, kept in modules.items():
+        party, _, name = key.rpartition("/")
+        sorted_out.setdefault(party, {})[name] = kept
+    return sorted_out
 
 
 def to_files(release: Release) -> dict[str, bytes]:
@@ -136,6 +157,8 @@ def to_files(release: Release) -> dict[str, bytes]:
     }
     if release.merge is None:
         return files | {STATEMENT: _json_bytes(release.statement)}
+    if release.modules:
+        files[MODULES] = _tensor_bytes(release.modules, {"format": "pt"})
     return files | {MERGE: _json_bytes(release.merge)}
 
 
@@ -147,11 +170,18 @@ def release_from_files(files: Mapping[str, bytes], origin: str = "release") -> R
     """
     check_names(files, origin)
     adapter, _ = parse_tensors(files[ADAPTER], f"{origin}: {ADAPTER}")
-    return release_around(adapter, files, origin)
+    modules, _ = parse_tensors(files[MODULES], f"{origin}: {MODULES}") if MODULES in files else ({}, {})
+    return release_around(adapter, files, origin, modules)
 
 
-def release_around(adapter: dict[str, Tensor], files: Mapping[str, bytes], origin: str) -> Release:
-    """Parse and check all files of a release but the adapter, for whom that stays on disk.
+def release_around(
+    adapter: dict[str, Tensor],
+    files: Mapping[str, bytes],
+    origin: str,
+    modules: Mapping[str, Tensor] | None = None,
+    max_json_bytes: int = MAX_JSON_BYTES,
+) -> Release:
+    """Parse and check all files of a release but the adapter and whole modules, for whom these stay on disk.
 
     Raises:
         ReleaseRefused: As `release_from_files`.
@@ -159,14 +189,15 @@ def release_around(adapter: dict[str, Tensor], files: Mapping[str, bytes], origi
     fix = "send the folder as dpmerge wrote it"
     tensors, metadata = parse_tensors(files[HEAD], f"{origin}: {HEAD}")
     config, statement, merge = (
-        parse_json(files[name], f"{origin}: {name}") if name in files else None for name in (CONFIG, STATEMENT, MERGE)
+        parse_json(files[name], f"{origin}: {name}", max_json_bytes) if name in files else None
+        for name in (CONFIG, STATEMENT, MERGE)
     )
     heads = _heads(tensors, parse_json(metadata.get("heads", "").encode(), f"{origin}: {HEAD}"), origin)
     party = MERGED if statement is None else str(statement.get("party"))
     if not PARTY_NAME.fullmatch(party) or (statement is not None and set(heads) != {party}):
         raise ReleaseRefused("party-mismatch", f"{origin}: statement of {party!r}, heads of {sorted(heads)}", fix)
     try:
-        return Release(party, adapter, config or {}, heads, statement or {}, merge)
+        return Release(party, adapter, config or {}, heads, statement or {}, merge, dict(modules or {}))
     except ValueError as error:
         raise ReleaseRefused("config", f"{origin}: {error}", fix) from error
 
@@ -216,11 +247,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         DpmergeError: DPM-301 when the folder already holds something.
     """
     check_new_folder(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
+    make_folder(folder.parent)
+    temporary = _sibling(folder)
     temporary.mkdir()
     try:
-        yield temporary
+        with naming(folder):
+            yield temporary
         for path in sorted(temporary.iterdir()):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -230,6 +262,33 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     fsync_folder(folder.parent)
+
+
+def replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write a folder's files anew; the old ones are removed once the new ones are on disk, under another name."""
+    fresh, old = _sibling(folder), _sibling(folder)
+    write_files(fresh, files)
+    if folder.exists():
+        folder.rename(old)
+    fresh.rename(folder)
+    fsync_folder(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left half-written in a folder; for whoever holds the lock on it.
+
+    Raises:
+        OSError: If one cannot be removed.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+
+
+def _sibling(folder: Path) -> Path:
+    """Return a new name beside a folder, which `remove_leftovers` knows."""
+    return folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
 
 
 def check_new_folder(folder: Path) -> None:

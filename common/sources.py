@@ -1,6 +1,6 @@
-"""What is public about a party's data: class descriptions, the shared terms, and a public test set if there is one.
+"""What is public about a party's data: class descriptions and the shared terms.
 
-The training half of a source is read in `client/` only.
+The training half of a source is read in `client/` only, a test half in `server/` only.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from typing import Literal
 import rfc8785
 
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
-from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import label_text_head, zero_linear_head
 from dpmerge.common.model import Base
 from dpmerge.common.public_corpus import public_name
-from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head
-from dpmerge.common.tasks import TASKS, load_task
+from dpmerge.common.tasks import TASKS
 
 
 def label_descriptions(source: TaskSource | FileSource) -> Mapping[str, str]:
@@ -30,22 +28,6 @@ def label_descriptions(source: TaskSource | FileSource) -> Mapping[str, str]:
 def task_name(plan: PartyPlan) -> str:
     """Return what the plan's task is called in results and statements."""
     return plan.source.task if isinstance(plan.source, TaskSource) else plan.party
-
-
-def public_test_records(source: TaskSource | FileSource) -> Records | None:
-    """Return the public test records, or None: own data without a public test file is never split for testing.
-
-    Accuracy on a private split would be a query on private data.
-    """
-    if isinstance(source, TaskSource):
-        return load_task(source.task).test
-    if source.test is None:
-        return None
-    records = read_records(source.test, text=source.text, label=source.label, labels=source.labels)
-    if not len(records):
-        fix = "check text, label and labels, or leave test out"
-        raise DpmergeError("DPM-203", f"the public test file {source.test} has no usable record", fix)
-    return records
 
 
 def terms_hash(plan: PartyPlan, base_sha256: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpmerge.common.model import Base
-from dpmerge.common.split_encoder import LENGTH_STEP, SplitEncoder, pad, padded_length, tokenize
+from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
 
 SPLIT_TOLERANCE = 1e-5
 """Largest relative L2 difference over the tokens of a batch. Both sides do the same arithmetic in the same order."""
@@ -58,8 +58,8 @@ def public_batches(base: Base, max_length: int, texts: Sequence[str] = PUBLIC_TE
     rows = tokenize(base, texts, max_length)
     generator = torch.Generator().manual_seed(0)
     num_words = int(cast(Any, base.encoder).get_input_embeddings().num_embeddings)
-    batches = [Tokens(*pad(rows, filler, padded_length(max(map(len, rows)))))]
-    for num_rows, length in ((2, LENGTH_STEP), (1, padded_length(max_length))):
+    batches = [Tokens(*pad(rows, filler, padded_length(max(map(len, rows)), max_length)))]
+    for num_rows, length in ((2, padded_length(1, max_length)), (1, padded_length(max_length, max_length))):
         ids = torch.randint(num_words, (num_rows, length), generator=generator)
         batches.append(Tokens(ids, torch.ones_like(ids)))
     return batches

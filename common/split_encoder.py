@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from dpmerge.common.architecture import num_positions
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import Base
+from dpmerge.common.tabular.rows import max_characters
 
-LENGTH_STEP = 4
-"""Token counts are padded to multiples of this. A record's padded length depends on that record alone."""
+INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+LENGTHS = (12, 16, 20, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts are padded to one of these, beyond them to a multiple of the last: few of them fill their batches best.
+
+All are multiples of 4, so that a multiple of 12 records has a multiple of 48 tokens (`activations.ROWS_UNIT`).
+"""
+_STEP = 4
 
 Forward = Callable[..., Any]
 
@@ -149,22 +155,39 @@ def pool(last_hidden: Tensor, attention_mask: Tensor) -> Tensor:
 
 
 def tokenize(base: Base, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded."""
-    if not texts:
+    """Return each text's token ids, at most `max_length` of them, special tokens included, unpadded.
+
+    A text is cut at `max_characters(max_length)` first, so that none takes longer than that many. One on which the
+    tokenizer stops has no tokens, and does not stop the others.
+    """
+    cut = [text[: max_characters(max_length)] for text in texts]
+    if not cut:
         return []  # which tokenizers do not take
-    ids: list[list[int]] = base.tokenizer(list(texts), truncation=True, max_length=max_length, padding=False)[
-        "input_ids"
-    ]
+    try:
+        return _token_ids(base, cut, max_length)
+    except BaseException as error:  # a panic in the tokenizer's own code is no Exception
+        if isinstance(error, INTERRUPTIONS):
+            raise
+    if len(cut) == 1:
+        return [[]]
+    return [tokenize(base, [text], max_length)[0] for text in cut]
+
+
+def _token_ids(base: Base, texts: list[str], max_length: int) -> list[list[int]]:
+    ids: list[list[int]] = base.tokenizer(texts, truncation=True, max_length=max_length, padding=False)["input_ids"]
     return ids
 
 
-def padded_length(num_tokens: int) -> int:
-    """Round a token count up to the next multiple of `LENGTH_STEP`.
+def padded_length(num_tokens: int, max_length: int) -> int:
+    """Return the length of `LENGTHS` that a record of so many tokens is padded to: a function of that record alone.
 
-    >>> padded_length(9), padded_length(12)
-    (12, 12)
+    No record is padded beyond `max_length`, rounded up to a multiple of 4.
+
+    >>> padded_length(9, 32), padded_length(12, 32), padded_length(21, 32), padded_length(21, 22)
+    (12, 12, 32, 24)
     """
-    return max(LENGTH_STEP, -(-num_tokens // LENGTH_STEP) * LENGTH_STEP)
+    ladder = next((length for length in LENGTHS if num_tokens <= length), -(-num_tokens // LENGTHS[-1]) * LENGTHS[-1])
+    return min(ladder, -(-max_length // _STEP) * _STEP)
 
 
 def pad(rows: list[list[int]], pad_token_id: int, length: int) -> tuple[Tensor, Tensor]:
@@ -188,9 +211,52 @@ def check_length(base: Base, max_length: int) -> None:
         DpmergeError: DPM-103 with the number of positions.
     """
     positions = num_positions(base.encoder)
-    if positions is not None and padded_length(max_length) > positions:
+    if positions is not None and padded_length(max_length, max_length) > positions:
         raise DpmergeError(
             "DPM-103",
             f"base.max_length = {max_length} is more than the {positions} positions of {base.name}",
-            f"choose at most {positions - positions % LENGTH_STEP}",
+            f"choose at most {positions - positions % _STEP}",
         )
+
+
+def highest_token_id(base: Base) -> int:
+    """Return the largest id that the tokenizer can give, added tokens included."""
+    return max(len(base.tokenizer) - 1, *map(int, base.tokenizer.get_vocab().values()))
+
+
+def check_vocabulary(base: Base) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for: else one record with such a token would stop it.
+
+    Raises:
+        DpmergeError: DPM-204 with both numbers.
+    """
+    rows, highest = int(base.encoder.get_input_embeddings().weight.shape[0]), highest_token_id(base)  # type: ignore[operator]  # transformers has no stubs
+    if highest >= rows:
+        raise DpmergeError(
+            "DPM-204",
+            f"the tokenizer of base model {base.name} gives ids up to {highest}, and its embedding has {rows} rows",
+            "use the tokenizer that belongs to the model, or resize the model's embedding and store both",
+        )
+
+
+def check_reach(base: Base, run: Callable[[Tensor, Tensor], object], max_length: int) -> None:
+    """Run the model on made-up texts of the shortest and the longest length, with its highest token id.
+
+    Whatever a record can ask of the model in these two ways is asked here, so that no record can be the first to fail.
+
+    Args:
+        base: The model.
+        run: Takes token ids and attention mask, both int64 [1, length].
+        max_length: Tokens kept per text.
+
+    Raises:
+        DpmergeError: DPM-204 if it fails.
+    """
+    for length in sorted({padded_length(1, max_length), padded_length(max_length, max_length)}):
+        for token in sorted({highest_token_id(base), int(base.tokenizer.pad_token_id)}):
+            ids, mask = pad([[token] * min(length, max_length)], int(base.tokenizer.pad_token_id), length)
+            try:
+                run(ids, mask)
+            except (RuntimeError, IndexError, ValueError) as error:
+                problem = f"base model {base.name} stops ({type(error).__name__}) at {length} tokens with id {token}"
+                raise DpmergeError("DPM-204", problem, "lower base.max_length, or use another model") from error

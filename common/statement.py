@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 from dpmerge.common.accounting import Accounting, epsilon_pld
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import FIELD_NAMES, OPTIONAL_FIELDS, Mechanism, mechanism_of, stated_values
+from dpmerge.common.large_delta import is_large
+from dpmerge.common.mechanism import (
+    COMPANY_MARGIN,
+    FIELD_NAMES,
+    OPTIONAL_FIELDS,
+    Mechanism,
+    mechanism_of,
+    stated_values,
+)
 from dpmerge.common.subspace import subspace_problem, subspace_words
 
 SCHEMA = 1
@@ -28,17 +36,27 @@ NOT_PROTECTED = (
     "A unit whose data is also at another party, or in another release of this one, is covered by the sum of both.",
     "A person with several records is covered for each record, not for all together, unless the unit is a user.",
     "What the data says about people in general, whether or not they are in it, is not hidden: it is what is learned.",
+    "How long the party took is not hidden: it grows with the number of its usable records and with their lengths.",
 )
 
 READING = (
     "How to read ε and δ: one record (or user) more or less changes the probability of any outcome by at most a factor "
-    "e^ε, plus δ. Not covered: the same one at another party or in another release (budgets add up), and what the data "
-    "says about people in general."
+    "e^ε, plus δ. Not covered: the same one at another party or in another release (budgets add up), what the data "
+    "says about people in general, and how long the party took."
 )
 
 _TOLERANCE = 1e-4  # between two machines' FFTs; far below what a decision could rest on
 _TEXTS = ("party", "task", "base_sha256", "tuning_disclosure")
-_DERIVED = ("schema", "epsilon", "sampling_prob", "neighboring_relation", "normalisation", "sampling", "noise_seed")
+_DERIVED = (
+    "schema",
+    "epsilon",
+    "sampling_prob",
+    "neighboring_relation",
+    "normalisation",
+    "sampling",
+    "noise_seed",
+    "company_margin",
+)
 _OTHERS = ("labels", "accountant", "trust_model", "not_protected", "sampler_delta", "cross_check", "training")
 _ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
 _WITNESSES = frozenset(("epsilon_prv", "epsilon_rdp", "epsilon_optimistic"))
@@ -89,6 +107,7 @@ def build_statement(
         "neighboring_relation": mechanism.neighboring_relation,
         "normalisation": NORMALISATION,
         "sampling": SAMPLING,
+        "company_margin": COMPANY_MARGIN,
         "noise_seed": noise_seed,
         "accountant": accounting.accountant,
         "cross_check": {
@@ -149,6 +168,7 @@ def check_statement(statement: Mapping[str, Any]) -> Mechanism:
         "neighboring_relation": mechanism.neighboring_relation,
         "normalisation": NORMALISATION,
         "sampling": SAMPLING,
+        "company_margin": COMPANY_MARGIN,
     }
     for key, value in fixed.items():
         found = statement[key]
@@ -179,6 +199,8 @@ def sentence(statement: Mapping[str, Any]) -> str:
         f"σ = {statement['noise_multiplier']:.4g}, {statement['noise']} noise{subspace_words(statement)}; "
         f"{statement['accountant']}."
     )
+    if is_large(delta, statement["population"]):
+        claim = f"{claim} δ IS NOT BELOW 1 / POPULATION: publishing a random record in the clear would meet it."
     if statement["noise_seed"] == "test":
         return f"{claim} THE NOISE CAME FROM A TEST SEED: anyone who knows it can remove the noise."
     return claim

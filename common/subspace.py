@@ -34,23 +34,27 @@ def describe_subspace(
 ) -> dict[str, Any]:
     """Return a statement's `subspace` object; everything in it is public.
 
+    Of a corpus that nobody answers for, the name and the number of texts are stated, and no hash: texts that are
+    private after all could be guessed, and the guess tried against it.
+
     Args:
         settings: What was asked for.
         corpus: The public texts; None for random directions.
         k: Directions that are trained, as asked for or as the rule chose.
         l2_clip_norm: The training's, or the middle of the grid that a clip query looks at.
         seed: Of pseudo-labels and random directions.
-        basis_sha256: Hash of the first basis.
+        basis_sha256: Hash of the first basis, which the texts determine.
         scales: Least and largest entry of the first D, by which noise is spread over directions.
     """
+    may_hash = corpus is None or corpus.is_listed
     return {
         "k": k,
         **({"k_origin": BY_RULE} if settings.k == AUTO else {}),
         "public": None if corpus is None else public_name(settings),
-        "texts_sha256": None if corpus is None else corpus.sha256,
+        "texts_sha256": corpus.sha256 if corpus is not None and corpus.is_listed else None,
         "num_public": 0 if corpus is None else len(corpus.texts),
         "seed": seed,
-        "basis_sha256": basis_sha256,
+        "basis_sha256": basis_sha256 if may_hash else None,
         "refresh_every_steps": settings.refresh_every_steps,
         "allocation": settings.allocation,
         "scales": list(scales),
@@ -80,10 +84,12 @@ def subspace_problem(statement: Mapping[str, Any]) -> str | None:
         return f"subspace.{wrong[0]} = {told[wrong[0]]!r} is not of its kind"
     if told["k"] != statement["num_coordinates"]:
         return f"subspace.k = {told['k']} is not num_coordinates = {statement['num_coordinates']}"
-    if (told["public"] is None) != (told["texts_sha256"] is None) or (told["public"] is None) != (
-        not told["num_public"]
-    ):
-        return "subspace.public, texts_sha256 and num_public do not fit each other"
+    if (told["public"] is None) != (not told["num_public"]):
+        return "subspace.public and num_public do not fit each other"
+    if told["public"] is None and (told["texts_sha256"] is not None or told["basis_sha256"] is None):
+        return "subspace.texts_sha256 and basis_sha256 do not fit random directions"
+    if told["public"] is not None and (told["texts_sha256"] is None) != (told["basis_sha256"] is None):
+        return "subspace.texts_sha256 and basis_sha256 do not fit each other"
     if settings is None:
         return "subspace is stated although the training settings name none"
     problem = _origin_problem(told, settings) or _clip_problem(told, statement)
@@ -98,7 +104,8 @@ def subspace_words(statement: Mapping[str, Any]) -> str:
     queries = ", one query more for the clip norm" if statement.get("num_clip_queries") else ""
     if told["public"] is None:
         return f", {told['k']} random directions{queries}"
-    return f", {told['k']} directions from the public texts {told['public']} ({told['texts_sha256'][:12]}){queries}"
+    sha256 = "no hash: on nobody's list" if told["texts_sha256"] is None else told["texts_sha256"][:12]
+    return f", {told['k']} directions from the public texts {told['public']} ({sha256}){queries}"
 
 
 def _origin_problem(told: Mapping[str, Any], settings: Mapping[str, Any]) -> str | None:
@@ -178,7 +185,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "texts_sha256": lambda value: value is None or _is_hash(value),
     "num_public": _is_count,
     "seed": _is_count,
-    "basis_sha256": _is_hash,
+    "basis_sha256": lambda value: value is None or _is_hash(value),
     "refresh_every_steps": _is_count,
     "allocation": lambda value: value in ("uniform", "public", "history"),
     "scales": _are_scales,

@@ -23,6 +23,8 @@ MAX_JSON_INTEGER = 2**53  # beyond it not every integer is a float, and a larger
 MAX_JSON_FLOAT = 1e308
 MAX_TENSOR_DIMENSIONS = 8  # torch itself stops at 64, with an error that no caller expects
 MAX_HEADER_BYTES = 1 << 20  # a 7-target adapter of an 80-layer model needs 200 kB
+MAX_LOCAL_JSON_BYTES = 32 << 20  # of files that the user has at hand: mixtures of experts adapt 20,000 modules
+MAX_LOCAL_HEADER_BYTES = 64 << 20  # safetensors itself stops at 100 MB
 
 REASONS = {
     "path": "a file or party name that is not a plain name",
@@ -77,14 +79,14 @@ class ReleaseRefused(DpmergeError):
         return ReleaseRefused, self._arguments
 
 
-def parse_json(data: bytes, origin: str) -> dict[str, Any]:
+def parse_json(data: bytes, origin: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Parse a small JSON object; what could do harm to whoever uses it later is refused here.
 
     That is deep nesting, repeated keys, NaN, integers beyond ±2**53, floats beyond ±1e308, and texts that are no
     Unicode because they hold half a surrogate pair.
     """
-    if len(data) > MAX_JSON_BYTES:
-        raise ReleaseRefused("size", f"{origin}: {len(data)} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
+    if len(data) > max_bytes:
+        raise ReleaseRefused("size", f"{origin}: {len(data)} bytes", f"keep it under {max_bytes} bytes")
     try:
         text = data.decode()
         _check_depth(text)
@@ -100,25 +102,27 @@ def parse_json(data: bytes, origin: str) -> dict[str, Any]:
 
 
 def parse_header(
-    data: bytes, size: int, origin: str, dtypes: Collection[str] = ("F32",)
+    data: bytes, size: int, origin: str, dtypes: Collection[str] = ("F32",), max_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
     """Parse and check the header of a safetensors file: ({key: {dtype, shape, data_offsets}}, metadata).
 
     Offsets are left to the parser of safetensors, which compares them with dtypes, shapes and the file's size.
 
     Args:
-        data: The file, or its first 8 + `MAX_HEADER_BYTES` bytes.
+        data: The file, or its first 8 + `max_bytes` bytes.
         size: Bytes of the whole file.
         origin: Opens every refusal.
         dtypes: Those that are accepted, as safetensors writes them.
+        max_bytes: Bound on the header.
     """
     fix = "send the file as dpmerge wrote it"
     length = int.from_bytes(data[:8], "little")
-    if size >= 8 and length > MAX_HEADER_BYTES:
-        raise ReleaseRefused("header-too-large", f"{origin}: header of {length} bytes", fix)
+    if size >= 8 and length > max_bytes:
+        smaller = f"adapt fewer modules: their names and shapes may take {max_bytes} bytes"
+        raise ReleaseRefused("header-too-large", f"{origin}: header of {length} bytes", smaller)
     if size < 8 + length:
         raise ReleaseRefused("truncated", f"{origin}: {size} bytes", fix)
-    header = parse_json(data[8 : 8 + length], origin)
+    header = parse_json(data[8 : 8 + length], origin, max_bytes)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ReleaseRefused("json", f"{origin}: __metadata__ is not an object of texts", fix)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import KeyList
+from dpmerge.common.large_delta import is_large
 from dpmerge.common.manifest import Manifest, check_hashes, manifest_of, parse_signature
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.release import SIGNATURE, Release, release_from_files
@@ -202,9 +203,8 @@ def _noise(statement: Mapping[str, Any]) -> Check:
 
 
 def _delta(mechanism: Mechanism) -> Check:
-    bound = 1 / mechanism.population
     told = f"{mechanism.target_delta:g} for a declared population of {mechanism.population}"
-    if mechanism.target_delta < bound:
+    if not is_large(mechanism.target_delta, mechanism.population):
         return Check("delta", "PASS", told)
     return Check("delta", "WARN", f"{told}: a mechanism that publishes a random record would meet it")
 

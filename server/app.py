@@ -28,7 +28,12 @@ VERDICT_SECONDS = 30.0
 NO_REPLY = "a party's process ended without a reply"
 SECOND_REPLY = "a node replied a second time and was not heard"
 NOT_JUDGED = (
-    "the checks could not judge this release; train with the federation's version and send its release as it is"
+    "the checks could not judge this release; keep it, and send the same bytes again once the server is mended: "
+    "another training would be a second charge"
+)
+NOT_STORED = (
+    "the server could not store this release, which is not the party's fault; keep it, and send the same bytes again "
+    "later"
 )
 
 _log = logging.getLogger("flwr")  # Flower's log is the server's
@@ -155,6 +160,9 @@ def judge(reply: Message, reception: Reception, collection: Collection) -> tuple
         received = reception.receive(party, outcome.files, datetime.now(UTC))
     except DpmergeError as error:
         return party, _refusal(collection, party, error.code, f"{error.problem}; {error.fix}")
+    except (OSError, MemoryError):
+        _log.exception("the release of party %r could not be stored", party)
+        return party, _refusal(collection, party, "DPM-405", NOT_STORED)
     except Exception:  # a defect of the checks, found by one party's bytes, must not cost the others their only upload
         _log.exception("the reply of party %r could not be judged", party)
         return party, _refusal(collection, party, "DPM-401", NOT_JUDGED)

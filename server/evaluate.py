@@ -19,12 +19,15 @@ from peft import PeftModel
 from torch import Tensor
 
 from dpmerge.common.activations import Activations
+from dpmerge.common.config import FileSource, TaskSource
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.heads import logits
 from dpmerge.common.model import Base
-from dpmerge.common.records import Records
+from dpmerge.common.records import Records, read_records
 from dpmerge.common.release import Head
 from dpmerge.common.split_check import PUBLIC_TEXTS, checked_split, public_batches
 from dpmerge.common.split_encoder import SplitEncoder, pool
+from dpmerge.common.tasks import load_task
 
 EVALUATION_BATCH = 64
 NUM_SAMPLED_TEXTS = 1
@@ -75,6 +78,26 @@ class TaskScores:
     base: Accuracy
     by_adapter: Mapping[str, Accuracy]
     merged: Accuracy
+
+
+def public_test_records(source: TaskSource | FileSource) -> Records | None:
+    """Return the public test records, or None: own data without a public test file is never split for testing.
+
+    Accuracy on a private split would be a query on private data. A party reads no test file: in a deployment the path
+    is one at the server, and what it names is the server's own.
+
+    Raises:
+        DpmergeError: DPM-203 if the file cannot be read or has no usable record.
+    """
+    if isinstance(source, TaskSource):
+        return load_task(source.task).test
+    if source.test is None:
+        return None
+    records = read_records(source.test, text=source.text, label=source.label, labels=source.labels)
+    if not len(records):
+        fix = "check text, label and labels, or leave test out"
+        raise DpmergeError("DPM-203", f"the public test file {source.test} has no usable record", fix)
+    return records
 
 
 def evaluate(
@@ -147,6 +170,6 @@ def _only(model: PeftModel, adapter: str) -> Iterator[None]:
 def _accuracy(split: SplitEncoder, data: Activations, labels: Tensor, head: Head) -> Accuracy:
     num_correct = 0
     for batch in data.batches(torch.arange(len(data)), EVALUATION_BATCH):
-        answers = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head).argmax(-1)
+        answers = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head).argmax(-1)[: len(batch.records)]
         num_correct += int((answers == labels[batch.records]).sum())
     return Accuracy.of(num_correct, len(data))

@@ -33,6 +33,7 @@ from dpmerge.common.statement import check_statement, mechanism_from_statement
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
 from dpmerge.server.merging.lowrank import gram, total_norm
+from dpmerge.server.merging.settings import SETTINGS, differing, shown
 
 CHECKED = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, SIGNATURE, README})
 """All that a party may send. The card is a text by the party, which is the only thing that its signature says of it."""
@@ -67,7 +68,8 @@ class Expectation:
     Attributes:
         parties: Terms by party; nobody else may send.
         base_sha256: Hash of the base model and its tokenizer.
-        adapter_config: PEFT's settings, compared exactly (lists as sets). A setting that is not named here must be off.
+        adapter_config: PEFT's settings, compared by value and JSON kind. What only one side names must be at PEFT's
+            default, and a setting that `merging/settings.py` does not hold is refused.
         shapes: Tensor key → shape; exactly these keys.
         shared_a: Tensor key → the frozen A that all parties share, compared bit for bit; empty when A is trained.
         max_bytes: Bound on the sum of all files.
@@ -129,20 +131,16 @@ def check_size(party: str, files: Mapping[str, bytes], expectation: Expectation)
 
 
 def _check_config(release: Release, expectation: Expectation) -> None:
-    where, wanted = f"{release.party}: {CONFIG}", expectation.adapter_config
-    version = release.adapter_config.get("peft_version")
-    if version is not None and not (isinstance(version, str) and len(version) <= 64):
-        raise ReleaseRefused("config", f"{where}: peft_version is no version", RESEND)
-    for key in sorted({*wanted, *release.adapter_config} - {"peft_version"}):  # parties may run different versions
-        value = release.adapter_config.get(key)
-        if key in wanted and _comparable(value) != _comparable(wanted[key]):
-            raise ReleaseRefused("config", f"{where}: {key} = {value!r} is not {wanted[key]!r}", RESEND)
-        if key not in wanted and value:
-            raise ReleaseRefused("config", f"{where}: {key} = {value!r} was not agreed", RESEND)
-
-
-def _comparable(value: Any) -> Any:
-    return sorted(map(repr, value)) if isinstance(value, list | tuple | set | frozenset) else value
+    """Compare settings with the agreed ones, value and JSON kind; what only one side has must be at PEFT's default."""
+    config, wanted = release.adapter_config, expectation.adapter_config
+    version = config.get("peft_version")
+    if not (version is None or SETTINGS["peft_version"].allowed(version)):
+        raise ReleaseRefused("config", f"{release.party}: {CONFIG}: peft_version is no version", RESEND)
+    for key in differing(config, wanted):
+        value, name = shown(config.get(key)), shown(key, quoted=False)
+        other = f"not {shown(wanted[key])}" if key in wanted else "was not agreed"
+        said = f"{name} = {value} {'is ' if key in wanted else ''}{other}"
+        raise ReleaseRefused("config", f"{release.party}: {CONFIG}: {said}", RESEND)
 
 
 def _check_tensors(release: Release, expectation: Expectation) -> None:

@@ -124,6 +124,6 @@ def expansion(losses: list[float]) -> tuple[float, float, float]:
 def _loss(split: SplitEncoder, data: Activations, labels: Tensor, head: Head) -> float:
     total = 0.0
     for batch in data.batches(torch.arange(len(data)), EVALUATION_BATCH):
-        scores = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head)
+        scores = logits(pool(split.top(batch.hidden, batch.mask), batch.mask), head)[: len(batch.records)]
         total += float(torch.nn.functional.cross_entropy(scores, labels[batch.records], reduction="sum"))
     return total / len(data)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import make_durable, make_folder, replace_file
 from dpmerge.common.manifest import Manifest
 from dpmerge.common.receipt import KIND, Receipt, coarse, parse_receipt
 from dpmerge.common.signing import SigningKey, seal
@@ -46,7 +46,7 @@ class Receipts:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / ".lock")
 
     def find(self, party: str) -> bytes | None:
@@ -54,23 +54,16 @@ class Receipts:
         path = self._folder / f"{party}.json"
         return path.read_bytes() if path.exists() else None
 
-    def issue(
-        self, manifest: Manifest, *, manifest_sha256: str, spool_sha256: str, time: datetime, key: SigningKey
-    ) -> bytes:
-        """Return the party's receipt for this manifest: the one it was given before, or a new one, then on disk.
+    def check(self, manifest: Manifest, manifest_sha256: str) -> None:
+        """Refuse a manifest of a party that has a receipt for another one; changes nothing.
 
         Raises:
-            ReleaseRefused: second-release, when the party has a receipt for another manifest.
+            ReleaseRefused: second-release.
             DpmergeError: DPM-404 when the stored receipt is damaged.
         """
-        with self._lock:
-            stored = self.find(manifest.party)
-            if stored is None:
-                stored = make_receipt(
-                    manifest, manifest_sha256=manifest_sha256, spool_sha256=spool_sha256, time=time, key=key
-                )
-                replace_file(self._folder / f"{manifest.party}.json", stored, durable=True)
-                return stored
+        stored = self.find(manifest.party)
+        if stored is None:
+            return
         receipt, _ = parse_receipt(stored, f"stored receipt of {manifest.party}")
         if receipt.manifest_sha256 != manifest_sha256:
             problem = (
@@ -78,4 +71,25 @@ class Receipts:
                 "receipted"
             )
             raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
-        return stored
+
+    def issue(
+        self, manifest: Manifest, *, manifest_sha256: str, spool_sha256: str, time: datetime, key: SigningKey
+    ) -> bytes:
+        """Return the party's receipt for this manifest: the one it was given before, or a new one; on disk either way.
+
+        Raises:
+            ReleaseRefused: second-release, when the party has a receipt for another manifest.
+            DpmergeError: DPM-404 when the stored receipt is damaged.
+        """
+        path = self._folder / f"{manifest.party}.json"
+        with self._lock:
+            self.check(manifest, manifest_sha256)
+            stored = self.find(manifest.party)
+            if stored is not None:
+                make_durable(path)  # whoever wrote it may have died before it was
+                return stored
+            made = make_receipt(
+                manifest, manifest_sha256=manifest_sha256, spool_sha256=spool_sha256, time=time, key=key
+            )
+            replace_file(path, made, durable=True)
+            return made

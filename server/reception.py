@@ -6,9 +6,10 @@ prove nothing: the signature covers every file, and for which federation they we
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 
 from dpmerge.common.config_sections import Late
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import KeyList
 from dpmerge.common.manifest import check_signed, manifest_hash
 from dpmerge.common.receipt import parse_receipt
@@ -80,11 +81,31 @@ class Reception:
             problem = f"{party}: {SIGNATURE} is for base model {manifest.base_sha256[:16]}…"
             raise ReleaseRefused("base-mismatch", problem, "train on the federation's base model")
         validate(party, files, self.expectation)
+        self.receipts.check(manifest, manifest_hash(files[SIGNATURE]))  # decided before anything is kept
         digest = self.spool.accept(party, files)
         receipt = self.receipts.issue(
             manifest, manifest_sha256=manifest_hash(files[SIGNATURE]), spool_sha256=digest, time=at, key=self.key
         )
         return Received(digest, receipt)
+
+    def releases(self) -> tuple[dict[str, dict[str, bytes]], dict[str, DpmergeError]]:
+        """Return what is to be merged of the spool, and why the rest is not, each by party.
+
+        Left out is what was damaged on the server's disk, and what a key signed that the key list no longer trusts at
+        the time of the receipt. Merging goes on without them.
+        """
+        kept: dict[str, dict[str, bytes]] = {}
+        left_out: dict[str, DpmergeError] = {}
+        for party in self.spool.to_merge():
+            try:
+                files = self.spool.release(party)
+                at = self._received_at(party, files, datetime.now(UTC))
+                check_signed(files, party=party, federation=self.federation, keys=self.keys, at=at)
+            except DpmergeError as refusal:
+                left_out[party] = refusal
+            else:
+                kept[party] = files
+        return kept, left_out
 
     def _check_time(self, party: str, files: Mapping[str, bytes], now: datetime) -> None:
         """Refuse what is late where that is the policy; what is in the spool came in time, with a receipt or without.

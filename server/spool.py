@@ -1,24 +1,49 @@
 """Accepted releases on disk, named by their content. Merging is a pure function of what lies here.
 
     releases/<hash>/     the files of one release, as `common/release.py` writes them
-    parties/<party>      that hash
-    withdrawn/<party>    the hash again: the bytes stay, and no later merge takes them
+    parties/<party>      that hash, and the hash of all bytes, card and signature included
+    withdrawn/<party>    the same again: the bytes stay, and no later merge takes them
 
-A release is complete and on disk before its party's entry appears, and the entry is on disk before `accept` returns. A
-crash in between leaves a release that nobody points to; sending it again finishes the job.
+A release is complete and on disk before its party's entry appears. The entry is on disk before `accept` returns, also
+where an earlier call wrote it and died. A crash in between leaves a release that nobody points to; sending it again
+finishes the job. Bytes that were damaged later are noticed when they are read, and healed by the same bytes.
 """
 
+import hashlib
+import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import rfc8785
 from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
-from dpmerge.common.release import release_hash, write_files
+from dpmerge.common.files import make_durable, make_folder, replace_file
+from dpmerge.common.release import FILES, release_hash, remove_leftovers, write_files
 from dpmerge.common.untrusted import ReleaseRefused
+
+_ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9a-f]{64})\n")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a party's file says: the release's name, and the hash of all its bytes."""
+
+    release: str
+    content: str
+
+    @classmethod
+    def of(cls, files: Mapping[str, bytes]) -> "Entry":
+        """Return the entry of a release's files."""
+        hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+        return cls(release_hash(files), hashlib.sha256(rfc8785.dumps(hashes)).hexdigest())
+
+    def text(self) -> str:
+        """Return the file's content."""
+        return f"{self.release} {self.content}\n"
 
 
 class Spool:
@@ -33,7 +58,7 @@ class Spool:
             folder / name for name in ("releases", "parties", "withdrawn")
         )
         for place in (self._releases, self._parties, self._withdrawn):
-            place.mkdir(parents=True, exist_ok=True)
+            make_folder(place)
         self._lock = FileLock(folder / ".lock")
 
     def accept(self, party: str, files: Mapping[str, bytes]) -> str:
@@ -45,28 +70,29 @@ class Spool:
         """
         if not PARTY_NAME.fullmatch(party):
             raise ReleaseRefused("path", f"party {party!r}", f"name parties by {PARTY_NAME.pattern}")
-        digest = release_hash(files)
+        sent = Entry.of(files)
         with self._lock:
-            if self.holds(party, files):
-                return digest
-            present = self.hashes().get(party)
+            remove_leftovers(self._releases)
+            folder, present = self._releases / sent.release, self._entries().get(party)
+            if present == sent:
+                self._heal(folder, files)
+                make_durable(folder)
+                make_durable(self._parties / party)
+                return sent.release
             if present is not None:
-                problem = f"{party}: sent {digest[:12]} but other bytes, {present[:12]}, were accepted before"
+                problem = (
+                    f"{party}: sent {sent.content[:12]} but other bytes, {present.content[:12]}, were accepted before"
+                )
                 raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
-            if (self._releases / digest).exists():  # left by a crash; nobody was told of it, so it may be another's
-                shutil.rmtree(self._releases / digest)
-            write_files(self._releases / digest, files)
-            replace_file(self._parties / party, digest, durable=True)
-        return digest
+            if folder.exists():  # left by a crash; nobody was told of it, so it may be another's
+                shutil.rmtree(folder)
+            write_files(folder, files)
+            replace_file(self._parties / party, sent.text(), durable=True)
+        return sent.release
 
     def holds(self, party: str, files: Mapping[str, bytes]) -> bool:
-        """Return whether a party's accepted release, withdrawn or not, is these very bytes.
-
-        Raises:
-            ReleaseRefused: corrupted, when the stored bytes are no longer those that were accepted.
-        """
-        digest = release_hash(files)
-        return self.hashes().get(party) == digest and self._files(party, digest) == dict(files)
+        """Return whether these very bytes were accepted from a party, withdrawn or not, whatever became of them."""
+        return self._entries().get(party) == Entry.of(files)
 
     def withdraw(self, party: str) -> None:
         """Keep a party's release out of every later merge; withdrawing it again changes nothing.
@@ -77,15 +103,15 @@ class Spool:
             ReleaseRefused: unknown-party, when nothing of that party is here.
         """
         with self._lock:
-            replace_file(self._withdrawn / party, self._hash(party), durable=True)
+            replace_file(self._withdrawn / party, self._entry(party).text(), durable=True)
 
     def hashes(self) -> dict[str, str]:
         """Return party → hash of its release, by party, whether withdrawn or not."""
-        return _entries(self._parties)
+        return {party: entry.release for party, entry in self._entries().items()}
 
     def withdrawn(self) -> frozenset[str]:
         """Return the parties whose releases are in no later merge."""
-        return frozenset(_entries(self._withdrawn))
+        return frozenset(_names(self._withdrawn))
 
     def release(self, party: str) -> dict[str, bytes]:
         """Return the bytes of a party's accepted release, whether withdrawn or not.
@@ -93,7 +119,12 @@ class Spool:
         Raises:
             ReleaseRefused: unknown-party; corrupted, when the bytes are no longer those that were accepted.
         """
-        return self._files(party, self._hash(party))
+        return self._files(party, self._entry(party))
+
+    def to_merge(self) -> tuple[str, ...]:
+        """Return the parties whose releases were accepted and not withdrawn, by name."""
+        withdrawn = self.withdrawn()
+        return tuple(party for party in _names(self._parties) if party not in withdrawn)
 
     def releases(self) -> dict[str, dict[str, bytes]]:
         """Return party → the bytes of its release, by party, of all that are to be merged.
@@ -101,32 +132,50 @@ class Spool:
         Raises:
             ReleaseRefused: corrupted, when the bytes are no longer those that were accepted.
         """
-        return {party: self._files(party, digest) for party, digest in self._to_merge().items()}
+        return {party: self.release(party) for party in self.to_merge()}
 
     def folders(self) -> dict[str, Path]:
         """Return party → the folder of its release, as `releases` chooses and checks them, one at a time in memory."""
-        chosen = self._to_merge()
-        for party, digest in chosen.items():
-            self._files(party, digest)
-        return {party: self._releases / digest for party, digest in chosen.items()}
+        chosen = {party: self._entry(party) for party in self.to_merge()}
+        for party, entry in chosen.items():
+            self._files(party, entry)
+        return {party: self._releases / entry.release for party, entry in chosen.items()}
 
-    def _hash(self, party: str) -> str:
-        hashes = self.hashes()
-        if party not in hashes:
-            known = ", ".join(hashes) or "no release"
-            raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {known}")
-        return hashes[party]
+    def _entries(self) -> dict[str, Entry]:
+        return {party: self._entry(party) for party in _names(self._parties)}
 
-    def _to_merge(self) -> dict[str, str]:
-        withdrawn = self.withdrawn()
-        return {party: digest for party, digest in self.hashes().items() if party not in withdrawn}
+    def _entry(self, party: str) -> Entry:
+        known = _names(self._parties)
+        if party not in known:
+            listed = ", ".join(known) or "no release"
+            raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {listed}")
+        path = self._parties / party
+        found = _ENTRY.fullmatch(path.read_text(encoding="ascii", errors="replace"))
+        if found is None:
+            raise ReleaseRefused("corrupted", f"{party}: {path}", "restore this file of the spool from a backup")
+        return Entry(*found.groups())
 
-    def _files(self, party: str, digest: str) -> dict[str, bytes]:
-        folder = self._releases / digest
-        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.is_dir() else {}
-        if release_hash(files) != digest:
-            raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
+    def _files(self, party: str, entry: Entry) -> dict[str, bytes]:
+        files = self._stored(entry)
+        if Entry.of(files) != entry:
+            folder = self._releases / entry.release
+            raise ReleaseRefused("corrupted", f"{party}: {folder}", "have the party send the same bytes again")
         return files
+
+    def _stored(self, entry: Entry) -> dict[str, bytes]:
+        """Read the files of a release, whatever else a file manager or a person put beside them."""
+        paths = [self._releases / entry.release / name for name in sorted(FILES)]
+        return {path.name: path.read_bytes() for path in paths if path.is_file()}
+
+    def _heal(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Put back, file by file, what is no longer what was accepted: `files` are those bytes."""
+        stored = self._stored(Entry.of(files))
+        make_folder(folder)
+        for name in sorted(stored.keys() - files.keys()):
+            (folder / name).unlink()
+        for name, data in files.items():
+            if stored.get(name) != data:
+                replace_file(folder / name, data, durable=True)
 
 
 def open_spool(folder: Path) -> Spool:
@@ -140,5 +189,6 @@ def open_spool(folder: Path) -> Spool:
     return Spool(folder)
 
 
-def _entries(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix != ".tmp"}
+def _names(folder: Path) -> list[str]:
+    """Return the parties that have a file here; whatever else lies beside them is nobody's."""
+    return [path.name for path in sorted(folder.iterdir()) if PARTY_NAME.fullmatch(path.name) and path.is_file()]

@@ -21,6 +21,7 @@ from rich.table import Table
 from dpmerge.common.config import load_federation
 from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import NO_SPACE, storage_refusal
 from dpmerge.simulations import ledger_app, merge_app, plan_app, spool_app, verify_app
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
@@ -68,6 +69,11 @@ def main() -> None:
         code = BAD_INPUT
     except ClickException as usage:
         usage.show()
+        code = BAD_INPUT
+    except OSError as problem:
+        if problem.errno not in NO_SPACE:
+            raise
+        print(storage_refusal(problem), file=sys.stderr)
         code = BAD_INPUT
     except (Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
@@ -26,12 +25,13 @@ from dpmerge.common.files import replace_file
 from dpmerge.common.heads import label_text_head
 from dpmerge.common.model import Base, adapted_layers, load_base
 from dpmerge.common.records import Records
-from dpmerge.common.release import to_files, write_files
-from dpmerge.common.sources import label_descriptions, public_test_records, terms_hash
-from dpmerge.common.split_encoder import check_length
+from dpmerge.common.release import replace_folder, to_files
+from dpmerge.common.sources import label_descriptions, terms_hash
+from dpmerge.common.split_encoder import check_length, check_vocabulary
+from dpmerge.common.tabular.places import check_place
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection
-from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate
+from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate, public_test_records
 from dpmerge.server.expectation import expectation_of
 from dpmerge.server.merging.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
@@ -40,7 +40,7 @@ from dpmerge.server.reception import Reception
 from dpmerge.server.spool import Spool
 from dpmerge.simulations.flower import PARTIES, collect
 from dpmerge.simulations.founding import Founding, found
-from dpmerge.simulations.output_folder import Mode, check_output, prepare_output
+from dpmerge.simulations.output_folder import RUN_FILE, Mode, check_output, locked, prepare_output
 from dpmerge.simulations.party_rows import party_rows
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.report import write_report
@@ -58,8 +58,6 @@ PACKAGES = (
     "numpy",
     "safetensors",
 )
-RUN_FILE = "run.json"
-"""Holds the run's resolved configuration, with which a resumed one compares its own."""
 
 
 def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, progress: Progress) -> Results:
@@ -74,16 +72,26 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         progress: Where long work is shown.
 
     Raises:
-        DpmergeError: Before anything is written, if an asset, model, target, task or data file cannot be used, or
-            "resume" meets another configuration.
+        DpmergeError: Before anything is written, if an asset, model, target, task or data file cannot be used, another
+            process is at work in the folder, or "resume" meets another configuration.
     """
+    with ExitStack() as held:
+        return _run(federation, out, mode, num_cpus, progress, held)
+
+
+def _run(
+    federation: Federation, out: Path, mode: Mode, num_cpus: int | None, progress: Progress, held: ExitStack
+) -> Results:
     seconds: dict[str, float] = {}
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
         check_length(base, plans[0].base.max_length)
+        check_vocabulary(base)
         public = {plan.party: _public_records(plan) for plan in plans}
         expectation = expectation_of(base, plans)
+        check_output(out, mode)
+        held.enter_context(locked(out))
         _open_run(out, federation, mode)
         founding = found(out, [plan.party for plan in plans])
     spool = Spool(out / "spool")
@@ -103,14 +111,14 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         with _timed(seconds, "train"):
             collection = collect(asked, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
     collection.late |= len(asked) < len(plans)
-    files = spool.releases()  # all that was ever accepted here, whatever came of the replies of this run
+    files, left_out = reception.releases()  # of all that was ever accepted here, whatever came of this run's replies
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
     merged = None
     scores: dict[str, TaskScores] = {}
     shortfall = _shortfall(len(adapters), federation)
     if not shortfall:
         for party, kept in files.items():
-            _replace_folder(out / "releases" / party, kept)
+            replace_folder(out / "releases" / party, kept)
         with _timed(seconds, "merge"):
             merged = _merge(federation, adapters, out, progress)
         with _timed(seconds, "evaluate"), _threads(num_cpus):
@@ -120,7 +128,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         versions={name: version(name) for name in PACKAGES},
         merge=merged.info if merged else {},
         seconds=seconds,
-        parties=party_rows(plans, adapters, collection, reception, scores, merged),
+        parties=party_rows(plans, adapters, collection, reception, scores, merged, left_out, out / PARTIES),
         not_merged=shortfall,
     )
     write_results(out, results)
@@ -132,7 +140,7 @@ def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progr
     settings = federation.merge
     progress.stage("merge", f"merging: {settings.method}", None)
     merged = merge(adapters, seed=federation.run.seed, **asdict(settings))  # a setting is named as the parameter is
-    _replace_folder(out / "merged", to_files(as_release(merged, adapters)))
+    replace_folder(out / "merged", to_files(as_release(merged, adapters)))
     progress.done("merge")
     return merged
 
@@ -190,13 +198,6 @@ def _shortfall(num_releases: int, federation: Federation) -> str:
     return f"{num_releases} of {len(federation.parties)} releases are here, and intake.min_parties is {wanted}"
 
 
-def _replace_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write a release's folder anew: what stands there is what the spool and the merge say, in a resumed run too."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    write_files(folder, files)
-
-
 @contextmanager
 def _threads(num_cpus: int | None) -> Iterator[None]:
     """Give torch all the cores of the run: the parties have finished."""
@@ -216,11 +217,12 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def _public_records(plan: PartyPlan) -> Records | None:
-    """Return the party's public test records, having checked that its private file is there at all."""
+    """Return the party's public test records, having checked that its private file is there and of a known kind."""
     if isinstance(plan.source, FileSource):
-        path = Path(plan.source.path.partition("::")[0])
-        if not path.exists():
-            raise DpmergeError("DPM-203", f"data of party {plan.party!r}: {path} does not exist", "correct the path")
+        try:
+            check_place(plan.source.path)
+        except DpmergeError as error:
+            raise DpmergeError(error.code, f"data of party {plan.party!r}: {error.problem}", error.fix) from None
     return public_test_records(plan.source)
 
 

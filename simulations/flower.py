@@ -14,22 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-import ray
 from flwr.app import Context
 from flwr.simulation import run_simulation
 
-from dpmerge.client.app import Site, client_app
+from dpmerge.client.app import Participant, participant_app
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.files import naming
+from dpmerge.common.signing import PublicKey
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.reception import Reception
 from dpmerge.simulations.founding import Founding
+from dpmerge.simulations.local_ray import local_ray
 from dpmerge.simulations.progress import Progress
 
-OBJECT_STORE_BYTES = 256 * 2**20
-"""Ray's shared memory: only messages and releases pass through it."""
 PROGRESS_EVERY_SECONDS = 0.5
 END_WITHIN_SECONDS = 0.5
 PARTIES = "parties"
@@ -75,31 +76,37 @@ def collect(
             on_late=over.touch,
         )
         try:
-            run_simulation(
-                server_app=app,
-                client_app=client_app(_site_finder(sites, over)),
-                num_supernodes=len(plans),
-                backend_name="ray",
-                backend_config={
-                    "client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0},
-                    "init_args": {
-                        "num_cpus": cores,
-                        "include_dashboard": False,
-                        "log_to_driver": False,
-                        "object_store_memory": OBJECT_STORE_BYTES,
-                    },
-                },
-            )
+            with local_ray(cores):
+                run_simulation(
+                    server_app=app,
+                    client_app=participant_app(_site_finder(sites, over)),
+                    num_supernodes=len(plans),
+                    backend_name="ray",
+                    backend_config={"client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0}},
+                )
         finally:
             stop.set()
-            ray.shutdown()
     return collection
 
 
-def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[Site]:
+@dataclass(frozen=True, kw_only=True)
+class SimulatedSite(Participant):
+    """A role on one machine: no policy, an uncapped ledger in the run's folder, and the agreement's server believed."""
+
+    @property
+    def rules(self) -> None:
+        """None."""
+
+    @property
+    def receipt_keys(self) -> tuple[PublicKey, ...]:
+        """The server's, by the agreement."""
+        return self.server_keys
+
+
+def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[SimulatedSite]:
     """Return what each party has at its own place, which in a simulation lies below the run's folder."""
     return [
-        Site(
+        SimulatedSite(
             plan=plan,
             folder=(out / PARTIES / plan.party).resolve(),
             num_threads=num_threads,
@@ -111,10 +118,10 @@ def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_t
     ]
 
 
-def _site_finder(sites: Sequence[Site], over: Path) -> Callable[[Context], Site]:
+def _site_finder(sites: Sequence[SimulatedSite], over: Path) -> Callable[[Context], SimulatedSite]:
     """Return what a worker needs to find its site: a closure over plain data, pickled to Ray's own processes only."""
 
-    def site_of(context: Context) -> Site:
+    def site_of(context: Context) -> SimulatedSite:
         _end_with_the_run(over)
         return sites[int(context.node_config["partition-id"])]
 
@@ -150,6 +157,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (*settings, "PYTHONPATH")}
     os.environ.update(settings)
     handler = logging.FileHandler(log_file)
+    raises, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk is said once, by the run
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "ray")]
     handlers = [(logger, list(logger.handlers), logger.propagate) for logger in loggers]
@@ -160,16 +168,18 @@ def _quiet(log_file: Path) -> Iterator[None]:
     finally:
         for logger, own, propagate in handlers:
             logger.handlers, logger.propagate = own, propagate
-        handler.close()
+        logging.raiseExceptions = raises
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+        with naming(log_file):
+            handler.close()
 
 
 @contextmanager
-def _watched(sites: Sequence[Site], progress: Progress) -> Iterator[None]:
+def _watched(sites: Sequence[SimulatedSite], progress: Progress) -> Iterator[None]:
     """Show every party's progress file while the block runs."""
     finished = threading.Event()
     shown: dict[str, str] = {}
@@ -188,7 +198,7 @@ def _watched(sites: Sequence[Site], progress: Progress) -> Iterator[None]:
         thread.join()
 
 
-def _show(site: Site, shown: dict[str, str], progress: Progress) -> None:
+def _show(site: SimulatedSite, shown: dict[str, str], progress: Progress) -> None:
     try:
         now = json.loads((site.folder / "progress.json").read_text())
     except FileNotFoundError:

@@ -8,39 +8,92 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.simulations.terminal import CLAIM_REFUTED, Format, FormatOption, console, print_json
+from dpmerge.simulations.terminal import CLAIM_REFUTED, Format, FormatOption, answer, console, print_json
 
 if TYPE_CHECKING:
     from dpmerge.client.ledger import Ledger
+    from dpmerge.client.policy import DataSet, Policy
 
 LEDGER_FILE = "ledger.jsonl"
 
 app = typer.Typer(no_args_is_help=True, help="What a data set has spent: reservations, releases, receipts.")
 
 Name = Annotated[
-    str, typer.Argument(metavar="LEDGER", help="A data set's id, a ledger file, or a party's folder of a run.")
+    str,
+    typer.Argument(
+        metavar="LEDGER", help="A ledger file, a party's folder of a run, or, with --policy, a data set's id."
+    ),
 ]
+PolicyOption = Annotated[
+    Path | None,
+    typer.Option("--policy", metavar="POLICY.toml", help="The site's policy, which says where ledgers are."),
+]
+PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY.toml", help="The site's policy.")]
+
+
+@app.command("create", epilog="Example: dpmerge ledger create policy.toml reviews")
+def create(
+    policy: PolicyFile,
+    dataset: Annotated[
+        str | None, typer.Argument(metavar="[DATASET]", help="Its id; without it, every data set that has no ledger.")
+    ] = None,
+    output: FormatOption = Format.text,
+) -> None:
+    """Begin a data set's ledger with nothing spent: for one never trained on; a lost ledger is brought back instead."""
+    from dpmerge.client.policy import create_ledger
+    from dpmerge.client.policy_file import load_policy
+
+    site = load_policy(policy)
+    if dataset is None:
+        chosen = [one for one in site.datasets if not site.ledger_of(one).exists()]
+    else:
+        chosen = [_dataset(site, dataset)]
+    created = {one.id: str(create_ledger(site, one).path) for one in chosen}
+    words = "\n".join(f"{name}: {path}, with nothing spent" for name, path in created.items())
+    answer(output, {"ledgers": created}, words or "every data set of the policy has a ledger")
+
+
+@app.command("bind", epilog="Example: dpmerge ledger bind policy.toml reviews")
+def bind(
+    policy: PolicyFile,
+    dataset: Annotated[str, typer.Argument(metavar="DATASET", help="Its id, by which its ledger's file is named.")],
+    output: FormatOption = Format.text,
+) -> None:
+    """Say that a ledger is that of a data set which was renamed or moved; all that it ever charged goes on to count."""
+    from dpmerge.client.policy_file import load_policy
+
+    site = load_policy(policy)
+    one = _dataset(site, dataset)
+    ledger = site.ledger_of(one)
+    before = ledger.bound()
+    ledger.bind(one.bound)
+    was = "nothing" if before is None else f"{before.dataset} at {before.place}"
+    result = {"dataset": one.id, "place": one.bound.place, "path": str(ledger.path)}
+    answer(output, {"ledger": result}, f"{ledger.path} is bound to {one.id} at {one.bound.place}; before: {was}")
 
 
 @app.command("show", epilog="Example: dpmerge ledger show reviews")
 def show(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[LEDGER]", help="As in verify; without it, the data sets that have a ledger."),
+        typer.Argument(metavar="[LEDGER]", help="As in verify; without it, the policy's data sets that have a ledger."),
     ] = None,
+    policy: PolicyOption = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Show every charge and what became of it."""
     from rich.table import Table
 
     if name is None:
-        names = site_ledgers()
+        if policy is None:
+            raise DpmergeError("DPM-303", "neither LEDGER nor --policy is given", "give one of them")
+        names = site_ledgers(policy)
         if output is Format.json:
             print_json({"schema": 1, "ledgers": {name: str(path) for name, path in names.items()}})
         else:
             print("\n".join(f"{name}: {path}" for name, path in names.items()) or "no ledger yet")
         return
-    ledger = find_ledger(name)
+    ledger = find_ledger(name, policy)
     rows = charge_rows(ledger)
     if output is Format.json:
         print_json({"schema": 1, "ledger": {"head": ledger.head(), "charges": rows}})
@@ -63,6 +116,7 @@ def verify(
         list[Path] | None,
         typer.Option("--against", metavar="PATH", help="A signed release, or a receipt.json, that knows its head."),
     ] = None,
+    policy: PolicyOption = None,
     output: FormatOption = Format.text,
 ) -> int:
     """Check the chain, and that nothing was cut or rewritten since a release or a receipt; exit code 1 if so."""
@@ -71,7 +125,7 @@ def verify(
     from dpmerge.simulations.verify_app import show as show_checks
 
     try:
-        lines = find_ledger(name).lines()
+        lines = find_ledger(name, policy).lines()
     except DpmergeError as refusal:
         if refusal.code != "DPM-504":
             raise
@@ -94,6 +148,7 @@ def compose(
         list[str] | None,
         typer.Option("--reservation", metavar="ID", help="Only these charges, by the start of their ids."),
     ] = None,
+    policy: PolicyOption = None,
     output: FormatOption = Format.text,
 ) -> None:
     """Compose the loss distributions of all charges, or of chosen ones, to one (ε, δ)."""
@@ -101,8 +156,9 @@ def compose(
 
     from dpmerge.client.budget import charged_mechanism, total_epsilon
 
-    chosen = _chosen(find_ledger(name), reservation or [])
-    if len({entry["dataset"] for entry in chosen}) > 1:
+    ledger = find_ledger(name, policy)
+    chosen = _chosen(ledger, reservation or [])
+    if ledger.bound() is None and len({entry["dataset"] for entry in chosen}) > 1:
         problem = f"{name} holds charges of several data sets"
         raise DpmergeError(
             "DPM-504", problem, "choose those of one with --reservation; different people do not compose"
@@ -118,29 +174,41 @@ def compose(
     print(f"{len(chosen)} charge{'s' * (len(chosen) != 1)} together: {total} at δ = {at:g} (one PLD of all)")
 
 
-def site_ledgers() -> dict[str, Path]:
-    """Return the ledgers in this site's state folder, by data set."""
-    from dpmerge.client.policy import LEDGERS, state_folder
+def site_ledgers(policy: Path) -> dict[str, Path]:
+    """Return the ledgers of a site that are there, by data set."""
+    from dpmerge.client.policy_file import load_policy
 
-    return {path.stem: path for path in sorted((state_folder() / LEDGERS).glob("*.jsonl"))}
+    site = load_policy(policy)
+    ledgers = {dataset.id: site.ledger_of(dataset) for dataset in site.datasets}
+    return {name: ledger.path for name, ledger in ledgers.items() if ledger.exists()}
 
 
-def find_ledger(name: str) -> Ledger:
-    """Return the ledger that a person means: a file, a party's folder, or a data set's id.
+def find_ledger(name: str, policy: Path | None) -> Ledger:
+    """Return the ledger that a person means: with a policy a data set's, else a file or a party's folder.
 
     Raises:
         DpmergeError: DPM-303 if there is none.
     """
     from dpmerge.client.ledger import Ledger
 
-    for path in (Path(name), Path(name) / LEDGER_FILE):
-        if path.is_file():
-            return Ledger(path)
-    known = site_ledgers()
+    if policy is None:
+        for path in (Path(name), Path(name) / LEDGER_FILE):
+            if path.is_file():
+                return Ledger(path)
+        fix = "give one of them, or a data set's id with --policy POLICY.toml"
+        raise DpmergeError("DPM-303", f"{name} is no ledger file and no party's folder", fix)
+    known = site_ledgers(policy)
     if name not in known:
-        problem = f"{name} is no ledger file, no party's folder and no data set with a ledger"
-        raise DpmergeError("DPM-303", problem, f"give one of them{closest(name, known)}")
+        raise DpmergeError("DPM-303", f"{name} is no data set with a ledger", f"give one of them{closest(name, known)}")
     return Ledger(known[name])
+
+
+def _dataset(site: Policy, name: str) -> DataSet:
+    names = [dataset.id for dataset in site.datasets]
+    if name not in names:
+        fix = f"use one of {', '.join(names)}{closest(name, names)}"
+        raise DpmergeError("DPM-104", f"{name} is no data set of the policy", fix)
+    return site.datasets[names.index(name)]
 
 
 def charge_rows(ledger: Ledger) -> list[dict[str, Any]]:
@@ -158,6 +226,7 @@ def charge_rows(ledger: Ledger) -> list[dict[str, Any]]:
                 "unit": charge.get("privacy_unit"),
                 "release": None,
             }
+        if entry["kind"] in ("reserve", "bound"):
             continue
         row = rows[entry["reservation"]]
         row["state"] = "receipted" if entry["kind"] == "receipt" else entry["kind"]

@@ -54,7 +54,10 @@ Core = Annotated[bool, _option("Work on coordinates in bases that the adapters s
 Denoise = Annotated[bool, _option("Predict every party's signal from all parties' changes first.", AROUND, "--denoise")]
 Robust = Annotated[str | None, _option("Bound one party's influence: clip or median.", AROUND)]
 LayerScale = Annotated[
-    list[str] | None, _option("Factor on the merged change in modules of this name.", AROUND, metavar="PATTERN=X")
+    list[str] | None,
+    _option(
+        "Factor on the merged change in modules of this name, or on one party's.", AROUND, metavar="[PARTY:]PATTERN=X"
+    ),
 ]
 Validate = Annotated[
     list[str] | None,
@@ -121,7 +124,7 @@ def merge(
 
     options = {
         "weights": _numbers("--weights", ",".join(weights).split(",")) if weights else None,
-        "layer_scales": _numbers("--layer-scale", layer_scale) if layer_scale else None,
+        **_layer_scales(layer_scale or ()),
         "coefficient": coefficient,
         "density": density,
         "semantics": semantics,
@@ -149,6 +152,8 @@ def merge(
     )
     try:
         gate = inspect(request)
+        for line in gate.warnings:
+            print(f"warning: {line}", file=sys.stderr)
         if gate.refusals:
             return _refuse(gate, output)
         outcome = run(request, gate)
@@ -218,6 +223,25 @@ def _numbers(option: str, texts: Iterable[str]) -> dict[str, float]:
         except ValueError:
             raise DpmergeError("DPM-103", f"{option} {name}={value} is no number", "write, say, shop=.5") from None
     return numbers
+
+
+def _layer_scales(texts: Iterable[str]) -> dict[str, Any]:
+    """Sort factors into those on the merged change and those on one party's: `PATTERN=X` and `PARTY:PATTERN=X`.
+
+    No module's name has a colon in it that a pattern needs; a party's name may.
+
+    >>> _layer_scales(["query=.5", "shop:value=2"])
+    {'layer_scales': {'query': 0.5}, 'party_layer_scales': {'shop': {'value': 2.0}}}
+    """
+    scales: dict[str, float] = {}
+    of_parties: dict[str, dict[str, float]] = {}
+    for name, number in _numbers("--layer-scale", texts).items():
+        party, mark, pattern = name.rpartition(":")
+        if mark and pattern and not party.endswith("(?"):
+            of_parties.setdefault(party, {})[pattern] = number
+        else:
+            scales[name] = number
+    return {"layer_scales": scales or None, "party_layer_scales": of_parties or None}
 
 
 def _input(text: str) -> tuple[str | None, Path]:

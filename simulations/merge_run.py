@@ -13,6 +13,7 @@ from dpmerge.common.records import read_texts
 from dpmerge.common.release import (
     HEAD,
     MERGE,
+    MODULES,
     PICTURE,
     README,
     Release,
@@ -90,6 +91,7 @@ class Outcome:
         """Return JSON values."""
         return {
             "gate": [entry.to_dict() for entry in self.gate.entries],
+            "warnings": list(self.gate.warnings),
             "merge": self.merged.info,
             "explanation": self.explanation.to_dict() if self.explanation else None,
             "validation": self.validation.to_dict() if self.validation else None,
@@ -122,7 +124,7 @@ def inspect(request: Request) -> Gate:
     """
     if request.out is not None:
         _check_out(request.out, [folder for _, folder in request.inputs])
-    return gates.inspect(request.inputs, strict=request.options["strict"])
+    return gates.inspect(request.inputs, strict=request.options["strict"], base=request.base)
 
 
 def run(request: Request, gate: Gate) -> Outcome:
@@ -248,7 +250,7 @@ def _write_model(request: Request, out: Path, outcome: Outcome, release: Release
         _open(request, outcome.gate)  # only to compare the hash
     model = open_base(name)
     add_change(model, outcome.merged)
-    kept = {MERGE, HEAD} if release.heads else {MERGE}
+    kept = {MERGE, MODULES} | ({HEAD} if release.heads else set())
     with new_folder(out) as folder:
         save_model(model, name, folder)
         for file, content in {**to_files(release), **beside}.items():

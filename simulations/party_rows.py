@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from dpmerge.client.party import training_records
+from dpmerge.client.app import FAILED, FAILURE
+from dpmerge.client.party import read_training
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.sources import task_name
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.app import Collection
@@ -14,6 +17,7 @@ from dpmerge.server.merging.deltas import Adapter
 from dpmerge.server.merging.merge import Merged
 from dpmerge.server.noise_share import noise_share
 from dpmerge.server.reception import Reception
+from dpmerge.simulations.flower import PARTIES
 from dpmerge.simulations.results import Accuracies, PartyResult, Status
 
 NEXT = {"keep": "go on with --resume, which waits for it", "refuse": "this federation takes no more releases"}
@@ -27,6 +31,8 @@ def party_rows(
     reception: Reception,
     scores: Mapping[str, TaskScores],
     merged: Merged | None,
+    left_out: Mapping[str, DpmergeError],
+    folders: Path,
 ) -> tuple[PartyResult, ...]:
     """Return every party's line, in the order of the plans.
 
@@ -37,6 +43,8 @@ def party_rows(
         reception: The federation's.
         scores: By party, of those with public test records.
         merged: None if nothing was merged.
+        left_out: By party, why an accepted release is in no merge after all.
+        folders: Where the parties' own folders are: in a simulation all of it is the user's.
     """
     released = {adapter.party: adapter for adapter in adapters}
     withdrawn = reception.spool.withdrawn()
@@ -44,10 +52,13 @@ def party_rows(
     for plan in plans:
         if plan.party in released:
             rows.append(_released(plan, released[plan.party], scores.get(plan.party), merged))
+        elif plan.party in left_out:
+            rows.append(_absent(plan, "failed", f"{left_out[plan.party]}; the others were merged without it"))
         elif plan.party in withdrawn:
             rows.append(_absent(plan, "withdrawn", WITHDRAWN))
         else:
-            rows.append(_absent(plan, *_why_absent(plan.party, collection, reception)))
+            status, reason = _why_absent(plan.party, collection, reception)
+            rows.append(_absent(plan, status, reason + _own_words(folders / plan.party, reason)))
     return tuple(rows)
 
 
@@ -59,6 +70,19 @@ def _why_absent(party: str, collection: Collection, reception: Reception) -> tup
         told = f"no release by the deadline, {reception.deadline:%Y-%m-%d %H:%M} UTC"
         return "late", "; ".join([told, *collection.nameless, NEXT[reception.late]])
     return "failed", "; ".join(["DPM-599: no reply came", *collection.nameless])
+
+
+def _own_words(folder: Path, reason: str) -> str:
+    """Return the code that the party itself noted where the reply has the common one, and where its words are.
+
+    Its words may quote the data, and results are shown to others.
+    """
+    path = folder / FAILURE
+    if not reason.startswith(FAILED) or not path.exists():
+        return ""
+    code = path.read_text(encoding="utf-8").partition(":")[0]
+    words = f"{code}, {CODES[code]}; " if code in CODES else ""
+    return f" (there: {words}in full in {PARTIES}/{folder.name}/{FAILURE})"
 
 
 def _absent(plan: PartyPlan, status: Status, reason: str) -> PartyResult:
@@ -78,6 +102,7 @@ def _released(plan: PartyPlan, adapter: Adapter, scores: TaskScores | None, merg
             **dict(zip(("base", "own", "merged"), (m.standard_error for m in measured), strict=True))
         )
         by_adapter = {party: m.value for party, m in scores.by_adapter.items()}
+    records, report = read_training(plan)  # the simulation's own knowledge; no release carries it
     return PartyResult(
         party=plan.party,
         task=task_name(plan),
@@ -85,7 +110,9 @@ def _released(plan: PartyPlan, adapter: Adapter, scores: TaskScores | None, merg
         epsilon=adapter.statement["epsilon"],
         delta=mechanism.target_delta,
         noise_multiplier=mechanism.noise_multiplier if mechanism.private else None,
-        num_train=len(training_records(plan.source)),  # the simulation's own knowledge; no release carries it
+        num_train=len(records),
+        num_dropped=report.num_dropped if report else 0,
+        dropped=report.reasons() if report else (),
         num_test=scores.base.num_test if scores else None,
         accuracy=accuracy,
         accuracy_se=accuracy_se,

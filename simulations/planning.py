@@ -195,7 +195,7 @@ def _cost(
     num_uploaded: int,
 ) -> Cost:
     """Measure one batch of the class descriptions, repeated to the full length, and scale it to the whole training."""
-    num_examples, length = gradients.capacity, padded_length(plan.base.max_length)
+    num_examples, length = gradients.capacity, padded_length(plan.base.max_length, plan.base.max_length)
     ids = _full_length_ids(plan, model.base, num_examples)
     mask, labels = torch.ones_like(ids), torch.arange(num_examples) % len(label_descriptions(plan.source))
     hidden = model.split.trunk(ids, mask)
@@ -228,7 +228,7 @@ def _cost(
 
 def _full_length_ids(plan: PartyPlan, base: Base, num_examples: int) -> Tensor:
     """Return token ids [n, length] of class descriptions, each repeated until the length is full."""
-    length = padded_length(plan.base.max_length)
+    length = padded_length(plan.base.max_length, plan.base.max_length)
     tokens = tokenize(base, list(label_descriptions(plan.source).values()), plan.base.max_length)
     filled = [(row * length)[:length] for row in tokens]
     return pad([filled[n % len(filled)] for n in range(num_examples)], int(base.tokenizer.pad_token_id), length)[0]

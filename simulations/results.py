@@ -41,6 +41,7 @@ UNITS = {
     "delta": "probability",
     "noise_multiplier": "standard deviation of the noise over the clip norm; null without privacy",
     "num_train": "records",
+    "num_dropped": "records that could not be used",
     "num_test": "records",
     "drift": "Frobenius norm of the adapter's weight change",
     "noise_share": "estimated share of noise in the adapter's squared norm, 0 to 1",
@@ -70,6 +71,8 @@ class PartyResult:
         status: All but "finished" need a `reason`, which for "failed" begins with the error's code.
         sentence: The plain ε statement of what was released, which names the party; empty if nothing was.
         num_train: Stays with whoever ran the simulation; a deployed party does not send it.
+        num_dropped: Records of its file that could not be used; stays there too.
+        dropped: Why, a text per reason with its count and the first such record's place.
         accuracy_by_adapter: Accuracy on this party's task with each party's adapter.
     """
 
@@ -82,6 +85,8 @@ class PartyResult:
     delta: float | None = None
     noise_multiplier: float | None = None
     num_train: int | None = None
+    num_dropped: int | None = None
+    dropped: tuple[str, ...] = ()
     num_test: int | None = None
     accuracy: Accuracies = field(default_factory=Accuracies)
     accuracy_se: Accuracies = field(default_factory=Accuracies)
@@ -160,6 +165,16 @@ class Results:
         return tuple(party.party for party in self.parties if party.regressed)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """A sentence for each party that uses none, or under half, of the records of its file."""
+        return tuple(
+            f"{party.party}: {party.num_train} of {party.num_train + (party.num_dropped or 0)} records can be used; "
+            "check text, label and labels"
+            for party in self.parties
+            if party.num_train is not None and party.num_train < max(1, party.num_dropped or 0)
+        )
+
+    @property
     def absent(self) -> tuple[PartyResult, ...]:
         """The parties without a release that could be merged."""
         return tuple(party for party in self.parties if party.status != "finished")
@@ -186,6 +201,7 @@ class Results:
             "mean_accuracy": asdict(self.mean_accuracy),
             "mean_accuracy_se": asdict(self.mean_accuracy_se),
             "regressions": list(self.regressions),
+            "warnings": list(self.warnings),
             "seconds": dict(self.seconds),
             "parties": [asdict(party) for party in self.parties],
             "units": UNITS,
@@ -212,7 +228,7 @@ def results_from_dict(tables: Mapping[str, Any]) -> Results:
 
 def _party(row: Mapping[str, Any]) -> PartyResult:
     accuracies = {key: Accuracies(**row[key]) for key in ("accuracy", "accuracy_se")}
-    return PartyResult(**{**row, **accuracies})
+    return PartyResult(**{**row, **accuracies, "dropped": tuple(row.get("dropped", ()))})
 
 
 def write_results(folder: Path, results: Results) -> None:
@@ -255,6 +271,6 @@ def csv_text(results: Results) -> str:
 
 def _flat(party: PartyResult) -> dict[str, object]:
     row = asdict(party)
-    del row["accuracy_by_adapter"], row["sentence"]
+    del row["accuracy_by_adapter"], row["dropped"], row["sentence"]
     nested = {f"{name}_{key}": value for name in ("accuracy", "accuracy_se") for key, value in row.pop(name).items()}
     return row | nested | {"gap_points": party.gap_points, "regressed": party.regressed}

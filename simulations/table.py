@@ -76,11 +76,9 @@ def closing_lines(results: Results) -> list[str]:
         f"{name}: merging made this task worse than the base model, by more than two standard errors"
         for name in results.regressions
     ]
-    lines += [
-        f"{party.party}: none of its records could be used; check text, label and labels"
-        for party in results.parties
-        if party.num_train == 0
-    ]
+    for party in results.parties:
+        lines += [f"{party.party}: not used: {reason}" for reason in party.dropped]
+    lines += results.warnings
     if any(not party.private for party in results.parties):
         names = ", ".join(party.party for party in results.parties if not party.private)
         lines.append(f"NOT PRIVATE (private = false): {names}")

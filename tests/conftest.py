@@ -29,14 +29,22 @@ def _known_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """Keys of noise and samples that differ from draw to draw and from test to test, and not from run to run.
 
     Tests look at random numbers with thresholds that chance passes now and then: what held once holds always. It
-    reaches this process only; a child that is started afresh draws from the operating system.
+    reaches this process only; a child that is started afresh draws from the operating system, and so does a test that
+    asks for `real_keys`.
     """
+    if "real_keys" in request.fixturenames:
+        return
     draws = itertools.count()
 
     def urandom(size: int) -> bytes:
         return hashlib.shake_256(f"{request.node.nodeid}|{next(draws)}".encode()).digest(size)
 
     monkeypatch.setattr("dpmerge.client.keystream.os", SimpleNamespace(urandom=urandom))
+
+
+@pytest.fixture
+def real_keys() -> None:
+    """The operating system's random bytes, as in deployment: `_known_keys` leaves such a test alone."""
 
 
 def write_csv(path: Path, texts: list[str], labels: list[str]) -> Path:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from huggingface_hub import ModelCard, ModelCardData
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import MERGE, PICTURE, Release
+from dpmerge.common.release import MERGE, MODULES, PICTURE, Release, by_party
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.merging.fit import some
 from dpmerge.server.merging.gate import Entry
@@ -56,6 +56,8 @@ def merge_card(release: Release, entries: Sequence[Entry], *, materialized: bool
         "## How it was merged",
         _how(release),
     ]
+    if release.modules:
+        sections[3:3] = ["## Heads", _heads(release)]
     if pictured:
         sections.append(f"![Overlap of the parties' changes, and how much of each is noise]({PICTURE})")
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"))
@@ -69,6 +71,15 @@ def _what(base: str, *, materialized: bool) -> str:
         opening = 'from peft import PeftModel\nmodel = PeftModel.from_pretrained(base, "FOLDER")'
         kind = "One LoRA adapter with exact module names and a scaling of 1."
     return f"{kind} Base model: {_escaped(base)}.\n\n```python\n{opening}\n```"
+
+
+def _heads(release: Release) -> str:
+    parties = ", ".join(_escaped(party) for party in sorted(by_party(release.modules)))
+    code = 'from dpmerge.server.merging.party_heads import load_head\nload_head(model, Path("FOLDER"), "PARTY")'
+    return (
+        f"`{MODULES}` holds a head each of {parties}, trained with the adapter and not merged. Open the base model "
+        f"with a head of that party's classes, then:\n\n```python\n{code}\n```"
+    )
 
 
 def _inputs(release: Release, entries: Sequence[Entry]) -> str:

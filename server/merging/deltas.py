@@ -7,7 +7,6 @@ the methods. Factors of a folder stay in their file until a method looks at them
 
 import hashlib
 import math
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -23,24 +22,23 @@ from dpmerge.common.release import (
     CONFIG,
     HEAD,
     MERGE,
-    PEFT_PREFIX,
+    MODULES,
     PICKLES,
     STATEMENT,
     Head,
     Release,
+    by_party,
     check_names,
     hash_of_hashes,
     release_around,
     release_from_files,
     release_hash,
 )
-from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
-from dpmerge.server.merging.peft_config import check_patterns, check_plain_lora, scaling
-from dpmerge.server.merging.stored import DTYPES, StoredTensor, frobenius, open_tensors
-
-Source = Tensor | StoredTensor
-
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/model
+from dpmerge.common.untrusted import MAX_LOCAL_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
+from dpmerge.server.merging.bases import base_id, local_folder
+from dpmerge.server.merging.contents import Contents, Source, read_contents
+from dpmerge.server.merging.dora import Plain
+from dpmerge.server.merging.stored import DTYPES, frobenius, open_tensors
 
 LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever made it
 
@@ -110,13 +108,18 @@ class Factors:
 
     def a_sha256(self) -> bytes:
         """Return a hash of the numbers of A, by which parties that share it are known; reads nothing."""
-        if isinstance(self.source_a, StoredTensor):
-            return self.source_a.sha256
-        return hashlib.sha256(self.source_a.float().cpu().contiguous().numpy().data).digest()
+        return digest(self.source_a)
+
+
+def digest(source: Source) -> bytes:
+    """Return a hash of the numbers of a tensor as fp32; of what is stored, where the file kept one, reads nothing."""
+    if not isinstance(source, Tensor):
+        return source.sha256
+    return hashlib.sha256(source.float().cpu().contiguous().numpy().data).digest()
 
 
 def _norm(source: Source) -> float:
-    return source.norm if isinstance(source, StoredTensor) else frobenius(source)
+    return frobenius(source) if isinstance(source, Tensor) else source.norm
 
 
 def _on(source: Source, device: torch.device) -> Source:
@@ -139,6 +142,10 @@ class Adapter:
         base_sha256: The base model's hash, if a statement or the record of a merge says it.
         statement: The privacy statement; empty for an adapter without one.
         heads: Heads that came with it.
+        embeddings: Those of `modules` that are embeddings, of which τ is the change of the weight's transpose.
+        copies: Module → a copy of the base model's own weight, which PEFT saves beside LoRA on an embedding.
+        saved: Party → tensor's name → a tensor of a head that was trained whole, `modules_to_save`.
+        known_base: The base model's name where somebody settled it, in place of what the configuration says.
     """
 
     party: str
@@ -148,6 +155,10 @@ class Adapter:
     base_sha256: str | None = None
     statement: dict[str, Any] = field(default_factory=dict)
     heads: dict[str, Head] = field(default_factory=dict)
+    embeddings: frozenset[str] = frozenset()
+    copies: Mapping[str, Source] = field(default_factory=dict)
+    saved: Mapping[str, Mapping[str, Source]] = field(default_factory=dict)
+    known_base: str = ""
 
     @property
     def base(self) -> str:
@@ -155,10 +166,7 @@ class Adapter:
 
         Empty where the configuration names none.
         """
-        name = self.config.get("base_model_name_or_path")
-        if not isinstance(name, str):
-            return ""
-        return name if HUB_ID.fullmatch(name) else name.replace("\\", "/").rstrip("/").rpartition("/")[2]
+        return self.known_base or base_id(self.config.get("base_model_name_or_path"))
 
     @property
     def a_seed(self) -> int | None:
@@ -168,10 +176,15 @@ class Adapter:
         return seed if type(seed) is int else None
 
 
-def read_adapter(folder: Path, party: str | None = None) -> Adapter:
+def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adapter:
     """Open a release, a merged model, or a plain PEFT adapter folder, and check all of it.
 
     The factors stay in the file; every byte is read once here, to hash it and to see that all numbers are finite.
+
+    Args:
+        folder: Where it is.
+        party: Its name, unless it has its own.
+        base: The base model, for adapters that need its weights; empty for the one that they name.
 
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
@@ -184,21 +197,27 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
         pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
         problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
         raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
-    known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
+    known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE, MODULES}
     origin = party or folder.name
     for name in sorted(known):
         _check_file(folder / name, f"{origin}: {name}")
-    files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
+    files = {name: (folder / name).read_bytes() for name in known - {ADAPTER, MODULES}}
     released = STATEMENT in files or MERGE in files
     if released:
         check_names(known, origin)
+    elif MODULES in known:
+        known -= {MODULES}  # somebody else's file of this name
     tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",) if released else tuple(DTYPES))
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    digest = hash_of_hashes(hashes | {ADAPTER: sha256})
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | {ADAPTER: sha256}
+    saved: Mapping[str, Source] = {}
+    if MODULES in known:
+        saved, hashes[MODULES] = open_tensors(folder / MODULES, f"{origin}: {MODULES}", ("F32",))
+    whole = hash_of_hashes(hashes)
     if released:
-        return _of_release(release_around({}, files, origin), tensors, origin, digest)
-    config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
-    return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
+        release = release_around({}, files, origin, max_json_bytes=MAX_LOCAL_JSON_BYTES)
+        return _of_release(release, tensors, saved, origin, whole)
+    config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
+    return _of_peft(tensors, config, origin, whole, base)
 
 
 def _check_file(path: Path, origin: str) -> None:
@@ -209,8 +228,8 @@ def _check_file(path: Path, origin: str) -> None:
     about = path.stat()
     if not stat.S_ISREG(about.st_mode):
         raise DpmergeError("DPM-402", f"{origin} is no regular file", "copy the adapter's files into a folder")
-    if path.suffix == ".json" and about.st_size > MAX_JSON_BYTES:
-        raise ReleaseRefused("size", f"{origin}: {about.st_size} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
+    if path.suffix == ".json" and about.st_size > MAX_LOCAL_JSON_BYTES:
+        raise ReleaseRefused("size", f"{origin}: {about.st_size} bytes", f"keep it under {MAX_LOCAL_JSON_BYTES} bytes")
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
@@ -223,50 +242,50 @@ def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
     Raises:
         DpmergeError: DPM-402 for what is no plain LoRA; DPM-401 for malformed files.
     """
-    digest = release_hash(files)
+    whole = release_hash(files)
     if STATEMENT in files or MERGE in files:
         release = release_from_files(files, party)
-        return _of_release(release, release.adapter, party, digest)
+        return _of_release(release, release.adapter, release.modules, party, whole)
     config = parse_json(files[CONFIG], f"{party}: {CONFIG}")
     tensors, _ = parse_tensors(files[ADAPTER], f"{party}: {ADAPTER}", DTYPES)
-    in_fp32 = {key: tensor.float() for key, tensor in tensors.items()}
-    return Adapter(party, lora_factors(in_fp32, config, party), config, digest)
+    return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, whole)
 
 
-def _of_release(release: Release, tensors: Mapping[str, Source], party: str, digest: str) -> Adapter:
+def _of_peft(tensors: Mapping[str, Plain], config: dict[str, Any], party: str, sha256: str, base: str = "") -> Adapter:
+    needed = config.get("use_dora") is True
+    place = local_folder(base or str(config.get("base_model_name_or_path") or "")) if needed else None
+    found = read_contents(tensors, config, party, place)
+    saved = {party: found.saved} if found.saved else {}
+    return Adapter(
+        party, _factors(found), config, sha256, embeddings=found.embeddings, copies=found.copies, saved=saved
+    )
+
+
+def _of_release(
+    release: Release, tensors: Mapping[str, Plain], saved: Mapping[str, Source], party: str, sha256: str
+) -> Adapter:
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
-    factors = lora_factors(tensors, release.adapter_config, party)
+    found = read_contents(tensors, release.adapter_config, party)
     stated = (release.statement or release.merge or {}).get("base_sha256")
-    base_sha256 = stated if isinstance(stated, str) else None
-    return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
+    return Adapter(
+        party,
+        _factors(found),
+        release.adapter_config,
+        sha256,
+        stated if isinstance(stated, str) else None,
+        release.statement,
+        release.heads,
+        found.embeddings,
+        found.copies,
+        by_party(saved) if release.merge is not None else {},
+    )
 
 
-def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
-    """Pair up the LoRA tensors of an adapter, with each module's own scaling.
+def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
+    """Return the change of every module of an adapter; see `read_contents`."""
+    return _factors(read_contents(tensors, config, party))
 
-    Args:
-        tensors: fp32 tensors under PEFT's keys, or where they are stored.
-        config: PEFT's configuration: r, lora_alpha, use_rslora, rank_pattern, alpha_pattern.
-        party: Named in every refusal.
 
-    Raises:
-        DpmergeError: DPM-402 for anything that is not LoRA on linear layers, or whose shapes contradict the
-            configuration.
-    """
-    check_plain_lora(config, party)
-    factors = {}
-    pairs = {key.removesuffix(".lora_A.weight") for key in tensors if key.endswith(".lora_A.weight")}
-    check_patterns(config, {stem.removeprefix(PEFT_PREFIX) for stem in pairs}, party)
-    for stem in sorted(pairs):
-        if f"{stem}.lora_B.weight" in tensors:
-            name = stem.removeprefix(PEFT_PREFIX)
-            a, b = tensors[f"{stem}.lora_A.weight"], tensors[f"{stem}.lora_B.weight"]
-            factors[name] = Factors(a, b, scaling(name, a.shape, b.shape, config, party))
-    for key in tensors:
-        if not key.endswith((".lora_A.weight", ".lora_B.weight")) or key.rpartition(".lora_")[0] not in pairs:
-            raise DpmergeError("DPM-402", f"{party}: {key} has no place in a LoRA merge", "merge plain LoRA adapters")
-    if len(tensors) != 2 * len(factors) or not factors:
-        problem = f"{party}: {len(tensors)} tensors form {len(factors)} pairs of lora_A and lora_B"
-        raise DpmergeError("DPM-402", problem, "save the adapter again with PEFT")
-    return factors
+def _factors(found: Contents) -> dict[str, Factors]:
+    return {name: Factors(*pair) for name, pair in found.pairs.items()}

@@ -11,7 +11,9 @@ import torch
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import ADAPTER
-from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules
+from dpmerge.server.merging.bases import difference, same_name
+from dpmerge.server.merging.deltas import LARGEST, Adapter, Factors, Modules, digest
+from dpmerge.server.merging.settings import shown, stated
 
 MAX_NAMED = 8  # names listed in one sentence; the rest is counted
 
@@ -54,7 +56,8 @@ def misfits(adapters: Sequence[Adapter], *, strict: bool) -> list[DpmergeError]:
         adapters: In the order in which parties are named.
         strict: Whether it is a mismatch that parties adapt different modules or state different seeds of A.
     """
-    found = [*_names(adapters), *_bases(adapters), *_shapes(adapters), *_sizes(adapters), *_heads(adapters)]
+    found = [*_names(adapters), *_bases(adapters), *_shapes(adapters), *_kinds(adapters)]
+    found += [*_sizes(adapters), *_heads(adapters)]
     return [*found, *_seeds(adapters), *_targets(adapters)] if strict else found
 
 
@@ -94,13 +97,14 @@ def _names(adapters: Sequence[Adapter]) -> list[DpmergeError]:
 
 
 def _bases(adapters: Sequence[Adapter]) -> list[DpmergeError]:
-    """Compare base models by hash where it is stated, else by the name that those of the usual hash have."""
+    """Compare base models by hash where it is stated, else by the names that those of the usual hash have."""
     hashes = {adapter.party: adapter.base_sha256 for adapter in adapters if adapter.base_sha256}
-    names = {adapter.party: adapter.base.rpartition("/")[2] for adapter in adapters}
+    names = {adapter.party: adapter.base for adapter in adapters}
     known, having = _usual(hashes) if hashes else ("", "")
-    alike = {names[party] for party, own in hashes.items() if own == known} or {_usual(names)[0]} if names else set()
+    alike = {names[party] for party, own in hashes.items() if own == known} or (
+        {_usual_name(names)} if names else set()
+    )
     called = some([party for party, name in names.items() if name in alike])
-    fix = "leave it out, or give an adapter of the same base model"
     refusals = []
     for party, name in names.items():
         if not name or name[0] in ".~":
@@ -108,9 +112,58 @@ def _bases(adapters: Sequence[Adapter]) -> list[DpmergeError]:
             refusals.append(refused(party, f"names no base model ({name!r})", unnamed))
         elif party in hashes and hashes[party] != known:
             problem = f"base model {name} has SHA-256 {hashes[party][:12]}… but {known[:12]}… at {having}"
+            refusals.append(refused(party, problem, "leave it out, or give an adapter of the same base model"))
+        elif party not in hashes and not any(same_name(name, other) for other in alike):
+            told = next((f" ({what})" for other in sorted(alike) if (what := difference(name, other))), "")
+            fix = "leave it out, or give --base MODEL if all are adapters of MODEL"
+            problem = f"base model {name} but {' or '.join(sorted(alike))} at {called}{told}"
             refusals.append(refused(party, problem, fix))
-        elif party not in hashes and name not in alike:
-            refusals.append(refused(party, f"base model {name} but {' or '.join(sorted(alike))} at {called}", fix))
+    return refusals + _revisions(adapters)
+
+
+def _usual_name(names: Mapping[str, str]) -> str:
+    """Return the commonest name, with an organisation where the parties that have one agree on it."""
+    usual, _ = _usual(names)
+    full = Counter(name for name in names.values() if "/" in name and same_name(name, usual))
+    return full.most_common(1)[0][0] if full else str(usual)
+
+
+def _revisions(adapters: Sequence[Adapter]) -> list[DpmergeError]:
+    """Compare the base model's revisions where several are stated, of parties without its hash."""
+    stated_ones = {
+        adapter.party: str(revision)
+        for adapter in adapters
+        if (revision := stated(adapter.config, "revision")) and not adapter.base_sha256 and not adapter.known_base
+    }
+    if len(set(stated_ones.values())) < 2:
+        return []
+    usual, having = _usual(stated_ones)
+    fix = "leave it out, or give --base MODEL if all are adapters of MODEL"
+    return [
+        refused(party, f"revision {shown(revision)} of the base model but {shown(usual)} at {having}", fix)
+        for party, revision in stated_ones.items()
+        if revision != usual
+    ]
+
+
+def _kinds(adapters: Sequence[Adapter]) -> list[DpmergeError]:
+    """Refuse a module that is an embedding at one party and none at another, and copies of its weight that differ."""
+    everywhere = frozenset[str]().union(*(adapter.embeddings for adapter in adapters))
+    fix = "leave it out: its base model is not the others', whatever its name says"
+    refusals = [
+        refused(adapter.party, f"{name} is no embedding but one at others", fix)
+        for adapter in adapters
+        for name in sorted(everywhere & adapter.modules.keys() - adapter.embeddings)
+    ]
+    for module in sorted({module for adapter in adapters for module in adapter.copies}):
+        hashes = {a.party: digest(a.copies[module]) for a in adapters if module in a.copies}
+        usual, having = _usual(hashes)
+        fix = "leave it out: its vocabulary was changed, or that layer trained"
+        refusals += [
+            refused(party, f"its copy of the base model's {module} is not that of {having}", fix)
+            for party, own in hashes.items()
+            if own != usual
+        ]
     return refusals
 
 
@@ -140,7 +193,7 @@ def _sizes(adapters: Sequence[Adapter]) -> list[DpmergeError]:
 def _heads(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     owners: dict[str, list[str]] = {}
     for adapter in adapters:
-        for head in adapter.heads:
+        for head in sorted({*adapter.heads, *adapter.saved}):
             owners.setdefault(head, []).append(adapter.party)
     fix = "merge each party's release once"
     return [

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.server.merging.bases import local_folder, settled
 from dpmerge.server.merging.deltas import Adapter, read_adapter
-from dpmerge.server.merging.fit import misfits, nothing_to_merge, refused
+from dpmerge.server.merging.fit import misfits, nothing_to_merge, refused, some
 from dpmerge.server.merging.stored import DTYPES
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype → safetensors' word
@@ -84,31 +85,33 @@ class Gate:
         adapters: The readable adapters, in the order given.
         entries: One per adapter.
         refusals: Every mismatch; merging is sound only if there is none.
+        warnings: What is merged all the same and may not be meant, a sentence each.
     """
 
     adapters: tuple[Adapter, ...]
     entries: tuple[Entry, ...]
     refusals: tuple[DpmergeError, ...] = field(default=())
+    warnings: tuple[str, ...] = field(default=())
 
 
-def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool) -> Gate:
+def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: str = "") -> Gate:
     """Read adapters and list everything that keeps them from being merged.
 
     Args:
         inputs: Per adapter a party name, or None for its own (a plain adapter's folder), and its folder.
         strict: Whether it is a mismatch that parties adapt different modules or state different seeds of A.
+        base: The base model of all, an alias, a folder or a hub id, if the user says so; empty for what adapters say.
 
     Raises:
         DpmergeError: DPM-403 without inputs.
     """
     if not inputs:
         raise nothing_to_merge()
-    adapters, entries, refusals = [], [], []
+    read, refusals = list[tuple[Adapter, Path]](), list[DpmergeError]()
     for name, folder in inputs:
         try:
-            adapter = read_adapter(folder, name or Path(os.path.realpath(folder)).name)
-            entries.append(_entry(adapter, folder))
-            adapters.append(adapter)
+            adapter = read_adapter(folder, name or Path(os.path.realpath(folder)).name, base)
+            read.append((adapter, folder))
         except DpmergeError as refusal:
             refusals.append(refusal)
         except OSError as problem:
@@ -118,8 +121,38 @@ def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool) -> Gate:
             if name and name != adapter.party:
                 fix = "give its folder without a name"
                 refusals.append(refused(name, f"{folder} is a release of {adapter.party}", fix))
-    refusals += misfits(adapters, strict=strict)
-    return Gate(tuple(adapters), tuple(entries), tuple(refusals))
+    adapters, warnings = settled([adapter for adapter, _ in read], base)
+    refusals += misfits(adapters, strict=strict) + _on_base(adapters, base)
+    entries = [_entry(adapter, folder) for adapter, (_, folder) in zip(adapters, read, strict=True)]
+    return Gate(tuple(adapters), tuple(entries), tuple(refusals), tuple([*warnings, *_warnings(adapters)]))
+
+
+def _on_base(adapters: Sequence[Adapter], base: str) -> list[DpmergeError]:
+    """Hold the adapters against their base model, where it lies on this machine."""
+    named = [item for item in adapters if base or not item.base_sha256]  # of others a hash says more than the name
+    places = [base] if base else [str(item.config.get("base_model_name_or_path") or "") for item in named]
+    folder = next((found for name in places if (found := local_folder(name))), None)
+    if folder is None or not named:
+        return []
+    from dpmerge.server.merging.on_base import misplaced  # transformers takes a second to import
+
+    return misplaced(named, folder)
+
+
+def _warnings(adapters: Sequence[Adapter]) -> list[str]:
+    lines = []
+    for adapter in adapters:
+        still = [name for name, item in sorted(adapter.modules.items()) if item.scaling == 0]
+        if still:
+            lines.append(f"{adapter.party}: lora_alpha = 0 for {some(still)}, so that nothing is merged there")
+        if adapter.config.get("use_dora") is True:
+            lines.append(
+                f"{adapter.party}: DoRA's change is of full rank, and so is what is merged with it; see --rank"
+            )
+        if adapter.copies:
+            names = some(sorted(adapter.copies))
+            lines.append(f"{adapter.party}: its copy of {names} is taken for the base model's own and is not written")
+    return lines
 
 
 def _entry(adapter: Adapter, folder: Path) -> Entry:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpmerge.common.config_sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.release import MERGED, Release, adapter_key
+from dpmerge.common.release import MERGED, Release
 from dpmerge.server.merging.account import measures
 from dpmerge.server.merging.deltas import Adapter, Factors, Modules
 from dpmerge.server.merging.fit import gather
@@ -18,7 +18,8 @@ from dpmerge.server.merging.noise import noise_of
 from dpmerge.server.merging.parameters import Device, check_wrappers, device_of, resolved, weights_of
 from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, MergeMethod
-from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers
+from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers, scale_parties
+from dpmerge.server.merging.written import peft_config, saved_modules, tensors_of
 
 RECORDED = (
     "method",
@@ -70,6 +71,7 @@ def merge(
     robust: Robust | None = None,
     denoise: bool = False,
     layer_scales: Mapping[str, float] | None = None,
+    party_layer_scales: Mapping[str, Mapping[str, float]] | None = None,
     statistics: Mapping[str, Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     strict: bool = True,
@@ -97,6 +99,8 @@ def merge(
         denoise: Give the method, in place of every party's change, the best linear prediction of its signal from all
             parties' changes; see `wrappers.denoised`.
         layer_scales: Pattern of module names, as in PEFT's `rank_pattern` → factor on the merged change there.
+        party_layer_scales: Party → pattern of module names → factor on that party's change there, before the method.
+            The first pattern that matches holds. Weights stay as they are: a mean divides by their sum.
         statistics: What `regmean` and `fisher` need; see `statistics.public_statistics`.
         seed: Of random masks.
         strict: Refuse modules that only some parties adapt; otherwise the others have delta 0 there.
@@ -114,6 +118,7 @@ def merge(
     place = device_of(device)
     modules, absent = gather(adapters, strict=strict, device=place)
     parties = tuple(adapter.party for adapter in adapters)
+    modules = scale_parties(modules, parties, party_layer_scales or {})
     given = {
         "coefficient": coefficient,
         "density": density,
@@ -128,6 +133,12 @@ def merge(
     parameters = resolved(row, given)
     chosen: dict[str, Any] = {key: value for key, value in parameters.items() if value is not None}
     check_wrappers(row, core, robust, denoise, statistics)
+    if party_layer_scales and (row.noise or denoise):
+        problem = (
+            f"merge.party_layer_scales is no choice for {'denoise' if denoise else row.name}, which asks for noise"
+        )
+        fix = "leave it out: what is known of an adapter's noise is about the whole of it"
+        raise DpmergeError("DPM-103", problem, fix)
     noise = tuple(noise_of(adapter) for adapter in adapters) if row.noise or denoise else ()
     recipe = Recipe(
         parties=parties,
@@ -144,6 +155,7 @@ def merge(
         "robust": robust,
         "denoise": denoise,
         "layer_scales": dict(layer_scales or {}),
+        "party_layer_scales": {party: dict(scales) for party, scales in (party_layer_scales or {}).items()},
         "seed": seed,
         "strict": strict,
         "device": place.type,
@@ -186,10 +198,6 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
         adapters: The adapters that were merged.
     """
     adapters = sorted(adapters, key=lambda adapter: adapter.party)
-    tensors = {}
-    for name, factors in merged.modules.items():
-        tensors[adapter_key(name, "lora_A")] = factors.a
-        tensors[adapter_key(name, "lora_B")] = factors.b
     weights = dict(zip(merged.info["parties"], merged.info["weights"], strict=True))
     inputs = [
         {"party": a.party, "sha256": a.sha256, "epsilon": a.statement.get("epsilon"), "weight": weights[a.party]}
@@ -203,26 +211,5 @@ def as_release(merged: Merged, adapters: Sequence[Adapter]) -> Release:
         **{key: merged.info[key] for key in RECORDED},
     }
     heads = {party: head for adapter in adapters for party, head in adapter.heads.items()}
-    return Release(MERGED, tensors, _peft_config(merged.modules, adapters[0]), heads, {}, record)
-
-
-def _peft_config(modules: Mapping[str, Factors], like: Adapter) -> dict[str, Any]:
-    """Describe the merged factors to PEFT: exact module names, each with its own rank, and a scaling of 1."""
-    ranks = {name: factors.rank for name, factors in modules.items()}
-    common = max(ranks.values())
-    ragged = {name: rank for name, rank in ranks.items() if rank != common}
-    return like.config | {
-        "base_model_name_or_path": like.base,
-        "r": common,
-        "lora_alpha": common,
-        "rank_pattern": ragged,
-        "alpha_pattern": dict(ragged),
-        "use_rslora": False,
-        "lora_dropout": 0.0,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }
+    tensors, config = tensors_of(merged.modules, adapters), peft_config(merged.modules, adapters)
+    return Release(MERGED, tensors, config, heads, {}, record, saved_modules(adapters))

@@ -10,16 +10,21 @@ be counted beforehand:
     ^model  proj$                              the ends of the name
 
 and `|` between whole patterns. Everything else is refused, above all what is repeated as a group: `(a+)+`.
+
+A pattern without repetition or choice, such as a module's name in full, fits texts of one length only. However many of
+these there are, they are looked up and not tried one by one.
 """
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 
-MAX_LENGTH = 256  # of one pattern; exact names of modules are half as long
-MAX_PATTERNS = 10_000  # of one adapter; a compilation takes a tenth of a millisecond
+MAX_LENGTH = 1024  # of one pattern; every module's name fits, with all its signs escaped
+MAX_FORMS = 10_000  # patterns of one adapter that are compiled, a tenth of a millisecond each
+MAX_PATTERNS = 200_000  # of one adapter
 MAX_TRIES = 3 * 10**7  # for one adapter: a few seconds at worst
 LOOK = 10  # what one look at a name costs beside its ways, in tries
 
@@ -29,6 +34,7 @@ _PART = re.compile(
     rf"|(?P<repeated>{_ONE})(?P<times>[*+]\??+)"
     rf"|(?P<maybe>{_ONE}\?\??+)|(?P<or>\|)|{_ONE}|\^|\$"
 )
+_FIXED = re.compile(r"\^?(?P<text>(?:\\[^\w\s]|[^\\\[\](){}|*+?^$])++)\$?")
 
 
 class PatternRefused(ValueError):
@@ -58,6 +64,67 @@ class _Pattern:
     branches: tuple[_Branch, ...]
 
 
+@dataclass(frozen=True)
+class _Text:
+    """A pattern that fits texts of one length only.
+
+    Attributes:
+        signs: Its characters.
+        free: Places where any character fits.
+        whole: Whether it must be the whole name.
+    """
+
+    signs: str
+    free: tuple[int, ...]
+    whole: bool
+
+    @property
+    def form(self) -> tuple[int, tuple[int, ...]]:
+        """What patterns share that are looked up in one table."""
+        return len(self.signs), self.free
+
+
+class _Tails:
+    """All tails of dotted names, for looking up which of them a fixed text fits."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._by_length: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        for name in names:
+            for start in [0, *(index + 1 for index, sign in enumerate(name) if sign == ".")]:
+                self._by_length[len(name) - start].append((name[start:], name))
+        self._tables: dict[tuple[int, tuple[int, ...]], dict[str, list[str]]] = {}
+
+    def cost(self, form: tuple[int, tuple[int, ...]]) -> int:
+        """Return how many tails the first look at a form takes in."""
+        return len(self._by_length[form[0]])
+
+    def find(self, text: _Text) -> list[str]:
+        """Return the names that a pattern matches."""
+        if text.form not in self._tables:
+            table = self._tables[text.form] = defaultdict(list)
+            for tail, name in self._by_length[len(text.signs)]:
+                table[_blanked(tail, text.free)].append(name)
+        found = self._tables[text.form].get(text.signs, [])
+        return [name for name in found if len(name) == len(text.signs)] if text.whole else found
+
+
+def _fixed(pattern: str) -> _Text | None:
+    """Take a pattern of fixed length apart; None for any other."""
+    found = _FIXED.fullmatch(pattern) if len(pattern) <= MAX_LENGTH else None
+    if found is None:
+        return None
+    places = re.findall(r"\\.|.", found["text"])
+    free = tuple(index for index, place in enumerate(places) if place == ".")
+    return _Text("".join(place[-1] for place in places), free, pattern.startswith("^"))
+
+
+def _blanked(text: str, places: tuple[int, ...]) -> str:
+    signs = list(text)
+    for place in places:
+        signs[place] = "."
+    return "".join(signs)
+
+
 def matches(pattern: str, name: str) -> bool:
     r"""Tell whether a pattern matches a module as in PEFT: a whole tail of its dotted name.
 
@@ -70,6 +137,32 @@ def matches(pattern: str, name: str) -> bool:
     [True, False, True]
     """
     return _read(pattern).whole.match(name) is not None
+
+
+def first_matches(patterns: Collection[str], names: Collection[str]) -> dict[str, str]:
+    """Return the first pattern that matches each name, for those that any matches.
+
+    As in PEFT, a name that no pattern matches is looked up as it is, so that `w[0]` is found under `w[0]` too.
+
+    Args:
+        patterns: Whoever wrote them.
+        names: Dotted names of modules.
+
+    Raises:
+        PatternRefused: As `check`.
+
+    >>> first_matches(["0.query", "query"], ["layer.0.query", "layer.1.query", "layer.1.key"])
+    {'layer.0.query': '0.query', 'layer.1.query': 'query'}
+    """
+    check(patterns, names)
+    tails, found = _Tails(names), dict[str, str]()
+    for pattern in patterns:
+        text = _fixed(pattern)
+        fitting = tails.find(text) if text else [name for name in names if name not in found and matches(pattern, name)]
+        for name in fitting:
+            found.setdefault(name, pattern)
+    known = set(patterns)
+    return {name: found.get(name, name) for name in names if name in found or name in known}
 
 
 def check(patterns: Collection[str], names: Collection[str]) -> None:
@@ -87,11 +180,17 @@ def check(patterns: Collection[str], names: Collection[str]) -> None:
         ...
     dpmerge.server.merging.patterns.PatternRefused: '(a+)+b' has '(a+)+b', which is none of the forms that are taken
     """
-    if len(patterns) > MAX_PATTERNS:
-        raise PatternRefused(f"{len(patterns)} patterns are more than {MAX_PATTERNS}")
+    texts = {pattern: _fixed(pattern) for pattern in patterns}
+    forms = [pattern for pattern, text in texts.items() if text is None]
+    if len(patterns) > MAX_PATTERNS or len(forms) > MAX_FORMS:
+        raise PatternRefused(f"{len(patterns)} patterns are more than {MAX_PATTERNS}, or {MAX_FORMS} with choices")
+    tails = _Tails(names)
+    tries = sum(tails.cost(form) for form in {text.form for text in texts.values() if text})
+    if tries > MAX_TRIES:
+        raise PatternRefused(f"{len(patterns)} patterns may fit the modules' names in too many ways to try them all")
     starts = {name: 1 + name.count(".") for name in names}  # of tails; every way is tried from each
-    looks, total, tries = sum(LOOK + len(name) for name in starts), sum(starts.values()), 0
-    for pattern in patterns:
+    looks, total = sum(LOOK + len(name) for name in starts), sum(starts.values())
+    for pattern in forms:
         tries += looks
         for branch in _read(pattern).branches:
             if branch.repeated:
@@ -102,7 +201,7 @@ def check(patterns: Collection[str], names: Collection[str]) -> None:
             raise PatternRefused(f"{pattern!r} may fit the modules' names in too many ways to try them all")
 
 
-@lru_cache(MAX_PATTERNS)
+@lru_cache(MAX_FORMS)
 def _read(pattern: str) -> _Pattern:
     """Take a pattern apart.
 

@@ -1,99 +1,119 @@
-"""What PEFT's configuration says of an adapter: whether it is plain LoRA, and what each module's B A is scaled by."""
+"""What PEFT's configuration says of an adapter's modules: rank, alpha, and what each one's B A is scaled by."""
 
-import math
-import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import CONFIG
-from dpmerge.server.merging.patterns import PatternRefused, check, matches
-
-# Settings under which W + scaling · B A is not the adapter's weight, or not all of it.
-UNSUPPORTED = (
-    "use_dora",
-    "lora_bias",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "modules_to_save",
-    "trainable_token_indices",
-    "target_parameters",
-    "layer_replication",
-    "use_bdlora",
-)
-SAVE_AGAIN = "save the adapter again with PEFT"
+from dpmerge.common.release import ADAPTER, CONFIG
+from dpmerge.server.merging.names import has_tail, plain_name
+from dpmerge.server.merging.patterns import PatternRefused, first_matches
+from dpmerge.server.merging.settings import SAVE_AGAIN, factor_of, is_number, is_rank, shown, stated
 
 
-def check_plain_lora(config: Mapping[str, Any], party: str) -> None:
-    """Refuse an adapter that is more than LoRA on linear layers, or something else.
+@dataclass(frozen=True)
+class Scalings:
+    """Rank and alpha of every module of an adapter, looked up as PEFT does: the first pattern that matches wins.
 
-    Raises:
-        DpmergeError: DPM-402, naming the party and the setting.
+    Attributes:
+        ranks: Module → rank.
+        alphas: Module → alpha.
+        root: Whether alpha is divided by √rank, as with rsLoRA.
+        party: Named in every refusal.
     """
-    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none":
-        problem = f"{party}: peft_type = {config.get('peft_type')!r}, bias = {config.get('bias')!r}"
-        raise DpmergeError("DPM-402", problem, "only LoRA without trained biases can be merged")
-    for setting in UNSUPPORTED:
-        if config.get(setting):
-            problem = f"{party}: {setting} = {config[setting]!r} cannot be merged"
-            raise DpmergeError("DPM-402", problem, "train the adapter as plain LoRA on linear layers")
+
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    root: bool
+    party: str
+
+    def of(self, name: str, a: Sequence[int], b: Sequence[int]) -> float:
+        """Return alpha/rank of a module, or alpha/√rank.
+
+        Args:
+            name: The module.
+            a: Shape of A.
+            b: Shape of B.
+
+        Raises:
+            DpmergeError: DPM-402 for shapes that contradict the configuration, such as those of a convolution.
+        """
+        rank = self.ranks[name]
+        if len(a) != 2 or len(b) != 2:
+            problem = f"{self.party}: {name} has A {tuple(a)} and B {tuple(b)}, as a convolution has"
+            raise DpmergeError("DPM-402", problem, "train the adapter on linear layers and embeddings only")
+        if a[0] != rank or b[1] != rank:
+            problem = f"{self.party}: {name} has A {tuple(a)} and B {tuple(b)} where the configuration says rank {rank}"
+            raise DpmergeError("DPM-402", problem, SAVE_AGAIN)
+        return factor_of(rank, self.alphas[name], root=self.root)
 
 
-def check_patterns(config: Mapping[str, Any], names: Collection[str], party: str) -> None:
-    """Refuse rank and alpha patterns that are no object, no pattern, or made to be matched for ever.
+def scalings(config: Mapping[str, Any], names: Collection[str], party: str) -> Scalings:
+    """Look up rank and alpha of all modules.
 
     Args:
-        config: PEFT's configuration.
+        config: PEFT's configuration, after `check_settings`.
         names: All modules of the adapter.
         party: Named in every refusal.
 
     Raises:
-        DpmergeError: DPM-402.
+        DpmergeError: DPM-402 for patterns of forms that are not taken, or made to be matched for ever.
     """
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, Mapping):
-            raise DpmergeError("DPM-402", f"{party}: {key} = {patterns!r} is no object", SAVE_AGAIN)
-        try:
-            check(patterns, names)
-        except PatternRefused as refusal:
-            fix = "name modules, or the ends of their names, with at most . * + ? [ ] and ( | ) between"
-            raise DpmergeError("DPM-402", f"{party}: {key} of {CONFIG}: {refusal}", fix) from None
+    ranks = _of_modules(config, "r", "rank_pattern", names, party)
+    alphas = _of_modules(config, "lora_alpha", "alpha_pattern", names, party)
+    return Scalings(ranks, alphas, bool(stated(config, "use_rslora")), party)
 
 
-def scaling(name: str, a: Sequence[int], b: Sequence[int], config: Mapping[str, Any], party: str) -> float:
-    """Return alpha/rank of a module, or alpha/√rank with rsLoRA.
-
-    Args:
-        name: The module's dotted name, which rank and alpha patterns are matched against; see `check_patterns`.
-        a: Shape of A.
-        b: Shape of B.
-        config: PEFT's configuration: r, lora_alpha, use_rslora, rank_pattern, alpha_pattern.
-        party: Named in every refusal.
+def check_patterns(config: Mapping[str, Any], party: str) -> None:
+    """Refuse rank and alpha patterns that are no object of numbers, naming the pattern.
 
     Raises:
-        DpmergeError: DPM-402 for shapes that contradict the configuration, or a value of the wrong type.
+        DpmergeError: DPM-402.
     """
-    rank = _of_module(config, "r", "rank_pattern", name, party)
-    alpha = _of_module(config, "lora_alpha", "alpha_pattern", name, party)
-    root = config.get("use_rslora") or False
-    if not isinstance(root, bool):
-        raise DpmergeError("DPM-402", f"{party}: use_rslora = {root!r} is not true or false", SAVE_AGAIN)
-    if len(a) != 2 or len(b) != 2 or a[0] != rank or b[1] != rank:
-        problem = f"{party}: {name} has A {tuple(a)} and B {tuple(b)} where the configuration says rank {rank}"
+    for key, allowed, words in (
+        ("rank_pattern", is_rank, "no integer of at least 1"),
+        ("alpha_pattern", is_number, "no finite number"),
+    ):
+        patterns = stated(config, key)
+        if patterns is not None and not isinstance(patterns, Mapping):
+            raise DpmergeError("DPM-402", f"{party}: {key} = {shown(patterns)} is no object", SAVE_AGAIN)
+        for pattern, value in (patterns or {}).items():
+            if not allowed(value):
+                problem = f"{party}: {key}.{shown(pattern, quoted=False)} = {shown(value)} is {words}"
+                raise DpmergeError("DPM-402", problem, SAVE_AGAIN)
+
+
+def check_targets(config: Mapping[str, Any], names: Collection[str], party: str) -> None:
+    """Refuse tensors of modules that PEFT would not find by the configuration's own list: it would leave them out.
+
+    Raises:
+        DpmergeError: DPM-402.
+    """
+    targets, excluded = stated(config, "target_modules"), stated(config, "exclude_modules")
+    if not isinstance(targets, list):
+        return
+    tails = [plain_name(target) for target in targets]
+    tails += [tail.removeprefix("module.") for tail in tails if tail.startswith("module.")]
+    exact = set(tails)
+    short = {tail for tail in tails if "." not in tail}  # nearly all targets; asked first, since there may be many
+    longer = [tail for tail in tails if "." in tail]
+    outside = [
+        name
+        for name in names
+        if not (name in exact or name.rpartition(".")[2] in short or has_tail(name, longer))
+        or (isinstance(excluded, list) and has_tail(name, excluded))
+    ]
+    if outside:
+        problem = f"{party}: {ADAPTER} changes {outside[0]}, which target_modules of {CONFIG} does not name"
         raise DpmergeError("DPM-402", problem, SAVE_AGAIN)
-    return alpha / math.sqrt(rank) if root else alpha / rank
 
 
-def _of_module(config: Mapping[str, Any], key: str, pattern_key: str, name: str, party: str) -> float:
-    """Look a module up as PEFT does: the first pattern that matches wins, and `key` holds for all others."""
-    value = config.get(key)
-    for pattern, stated in (config.get(pattern_key) or {}).items():
-        if matches(pattern, name):
-            key, value = f"{pattern_key}.{pattern}", stated
-            break
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise DpmergeError("DPM-402", f"{party}: {key} = {value!r} is no finite number", SAVE_AGAIN)
-    return value
+def _of_modules(config: Mapping[str, Any], key: str, pattern_key: str, names: Collection[str], party: str) -> Any:
+    patterns = stated(config, pattern_key) or {}
+    try:
+        chosen = first_matches(patterns, names)
+    except PatternRefused as refusal:
+        fix = "name modules, or the ends of their names, with at most . * + ? [ ] and ( | ) between"
+        raise DpmergeError("DPM-402", f"{party}: {pattern_key} of {CONFIG}: {refusal}", fix) from None
+    everywhere = stated(config, key)
+    return {name: patterns[chosen[name]] if name in chosen else everywhere for name in names}

@@ -44,11 +44,15 @@ def public_statistics(
         Party → module → statistic, for every module that any adapter changes: `merge(..., statistics=...)`.
 
     Raises:
-        DpmergeError: DPM-103 for a party without texts; DPM-402 for one without the head that "fisher" needs.
+        DpmergeError: DPM-103 for a party without texts; DPM-402 for one without the head that "fisher" needs, or with
+            LoRA on embeddings.
     """
     names = sorted({name for adapter in adapters for name in adapter.modules})
     found = {}
     for adapter in adapters:
+        if adapter.embeddings:
+            problem = f"{adapter.party} adapts embeddings, whose inputs are tokens and have no {kind} statistics"
+            raise DpmergeError("DPM-402", problem, "choose a method that needs no statistics, such as average")
         if not texts.get(adapter.party):
             raise DpmergeError("DPM-103", f"{adapter.party} has no public texts", "give at least one text per party")
         probe = _Probe(kind, _head(adapter) if kind == "fisher" else None)
@@ -56,7 +60,9 @@ def public_statistics(
         with _adapted(base.encoder, adapter, names, probe):
             for start in range(0, len(ids), BATCH):
                 rows = ids[start : start + BATCH]
-                tokens, mask = pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows))))
+                tokens, mask = pad(
+                    rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)), max_length)
+                )
                 probe.see(base.encoder, tokens, mask)
         found[adapter.party] = {name: probe.sums[name] / probe.count for name in names}
     return found

@@ -11,6 +11,7 @@ refused instead of ending the process with a bus error.
 import hashlib
 import io
 import math
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dpmerge.common.untrusted import MAX_HEADER_BYTES, ReleaseRefused, parse_header
+from dpmerge.common.untrusted import MAX_LOCAL_HEADER_BYTES, ReleaseRefused, parse_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
+_KEPT_HASH = re.compile(r"\.lora_(embedding_)?A\b|\.base_layer\.")
 PART = 1 << 20  # numbers that are summed at a time
 
 FIX = "send the file as dpmerge wrote it"
@@ -39,7 +41,8 @@ class StoredTensor:
         shape: Its dimensions.
         dtype: As stored.
         norm: Of its numbers as one vector, finite.
-        sha256: Of its numbers as fp32, whatever they are stored as; of A's only, which parties may share.
+        sha256: Of its numbers as fp32, whatever they are stored as; of what parties may share only: A's, and copies of
+            the base model's weights.
         device: Where it is read to.
     """
 
@@ -84,8 +87,9 @@ def open_tensors(
         ReleaseRefused: As `parse_tensors`.
     """
     with path.open("rb", buffering=0) as file:
-        head = file.read(8 + MAX_HEADER_BYTES)
-        header, _ = parse_header(head, path.stat().st_size, origin, dtypes)
+        head = file.read(8)
+        head += file.read(min(int.from_bytes(head, "little"), MAX_LOCAL_HEADER_BYTES))
+        header, _ = parse_header(head, path.stat().st_size, origin, dtypes, MAX_LOCAL_HEADER_BYTES)
         try:
             with safe_open(path, "pt"):
                 start = 8 + int.from_bytes(head[:8], "little")  # offsets now agree with dtypes, shapes and size,
@@ -98,7 +102,7 @@ def open_tensors(
             shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
             tensor = _next(file, shape, dtype, place)
             digest.update(_bytes_of(tensor))
-            sha256 = hashlib.sha256(_bytes_of(tensor.float())).digest() if ".lora_A." in key else b""
+            sha256 = hashlib.sha256(_bytes_of(tensor.float())).digest() if _KEPT_HASH.search(key) else b""
             norm = frobenius(tensor)
             if not math.isfinite(norm):
                 raise ReleaseRefused("non-finite", place, "find out why training diverged")

@@ -1,7 +1,7 @@
 """What can be put around any merge method: shared coordinates, a bound on one party's influence, factors per layer."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median_low
 from typing import Any
@@ -16,7 +16,7 @@ from dpmerge.server.merging.geometry import borrowed, overlaps, split
 from dpmerge.server.merging.linear import shares
 from dpmerge.server.merging.lowrank import gram, weighted_sum
 from dpmerge.server.merging.noise import Noise
-from dpmerge.server.merging.patterns import PatternRefused, check, matches
+from dpmerge.server.merging.patterns import PatternRefused, first_matches, matches
 from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
 from dpmerge.server.merging.subspace import stacked_bases
 
@@ -154,25 +154,55 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     """
     if not scales:
         return combined
-    try:
-        check(scales, combined.modules)
-    except PatternRefused as refusal:
-        problem = f"merge.layer_scales: {refusal}"
-        raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None
-    for pattern, scale in scales.items():
-        problem = f"merge.layer_scales.{pattern} = {scale!r}"
-        if not abs(scale) <= LARGEST:
-            raise DpmergeError("DPM-103", f"{problem} is not finite in fp32", "give a factor such as 0.5")
-        if not any(matches(pattern, name) for name in combined.modules):
-            fix = f"name the end of a module's name, for example {min(combined.modules).rpartition('.')[2]}"
-            raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
-    chosen = {n: next((s for p, s in scales.items() if matches(p, n)), 1.0) for n in combined.modules}
+    chosen = _chosen(scales, combined.modules, "layer_scales")
     merged = {
         name: item if chosen[name] == 1 else Factors(item.a, item.b * chosen[name], item.scaling)
         for name, item in combined.modules.items()
     }
     lost = {name: abs(chosen[name]) * value for name, value in combined.lost.items()}
     return replace(combined, modules=merged, lost=lost, weights=None)
+
+
+def scale_parties(modules: Modules, parties: Sequence[str], scales: Mapping[str, Mapping[str, float]]) -> Modules:
+    """Multiply single parties' changes by factors per module; patterns as in `scale_layers`.
+
+    Args:
+        modules: What to merge.
+        parties: Names, in the order of every module's factors.
+        scales: Party → pattern → factor.
+
+    Raises:
+        DpmergeError: DPM-103 for another party, a factor that is not finite, or a pattern that names no module.
+    """
+    if not scales:
+        return modules
+    if strangers := sorted(scales.keys() - set(parties)):
+        problem = f"merge.party_layer_scales names {', '.join(strangers)}, but the parties are {', '.join(parties)}"
+        raise DpmergeError("DPM-103", problem, "name parties that are merged")
+    rows = {
+        party: _chosen(scales[party], modules, f"party_layer_scales.{party}") for party in parties if party in scales
+    }
+    return {
+        name: _scaled(factors, [rows[party][name] if party in rows else 1.0 for party in parties])
+        for name, factors in modules.items()
+    }
+
+
+def _chosen(scales: Mapping[str, float], names: Collection[str], where: str) -> dict[str, float]:
+    """Return every module's factor: that of the first pattern that matches it, or else 1."""
+    try:
+        found = first_matches(scales, names)
+    except PatternRefused as refusal:
+        problem = f"merge.{where}: {refusal}"
+        raise DpmergeError("DPM-103", problem, "name the end of a module's name, for example query") from None
+    for pattern, scale in scales.items():
+        problem = f"merge.{where}.{pattern} = {scale!r}"
+        if not abs(scale) <= LARGEST:
+            raise DpmergeError("DPM-103", f"{problem} is not finite in fp32", "give a factor such as 0.5")
+        if not any(matches(pattern, name) for name in names):
+            fix = f"name the end of a module's name, for example {min(names).rpartition('.')[2]}"
+            raise DpmergeError("DPM-103", f"{problem} matches no merged module", fix)
+    return {name: scales[found[name]] if name in found else 1.0 for name in names}
 
 
 class _Made(Mapping[str, tuple[Factors, ...]]):

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from dpmerge.client import app
-from dpmerge.client.app import Site, answer
+from dpmerge.client import app, party
+from dpmerge.client.app import answer
 from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.wire import Terms
+from dpmerge.simulations.flower import SimulatedSite
 from tests.signed_releases import FEDERATION, KEY, SERVER_KEY
 
 SECRET = "I am John Smith"
@@ -44,7 +45,7 @@ def site(tmp_path, data):
     key_file = tmp_path / "shop.pem"
     key_file.touch(mode=0o600)
     key_file.write_bytes(KEY.pem())
-    return Site(
+    return SimulatedSite(
         plan=party_plan(parse_federation(text, "t.toml"), "shop"),
         folder=tmp_path / "shop",
         num_threads=1,
@@ -58,8 +59,7 @@ def test_a_file_without_header_does_not_send_its_first_record(tmp_path, terms):
     (tmp_path / "d.csv").write_text(f"{SECRET},1\nanother,5\n")
     where = site(tmp_path, tmp_path / "d.csv")
     outcome = answer(where, asked(where, terms))
-    assert outcome.code == "DPM-203"
-    assert SECRET not in outcome.reason
+    assert (outcome.code, outcome.reason) == (app.FAILED, app.FAILED_IN_WORDS)
     assert SECRET in (where.folder / "party.log").read_text()
     assert (where.folder / "party.log").stat().st_mode & 0o077 == 0
 
@@ -90,6 +90,91 @@ def test_only_refusals_about_the_configuration_are_sent_in_words(tmp_path, terms
     assert outcome.code == code
     assert (SECRET in outcome.reason) == (code in app.PUBLIC_CODES)
     assert {"DPM-203", "DPM-302", "DPM-502", "DPM-503", "DPM-504", "DPM-599"}.isdisjoint(app.PUBLIC_CODES)
+
+
+class Panic(BaseException):
+    """Stands for pyo3's, which a tokenizer may raise."""
+
+
+@pytest.mark.parametrize("code", sorted(CODES))
+def test_after_the_first_record_every_refusal_is_one_reply(tmp_path, terms, monkeypatch, code):
+    refusal = DpmergeError(code, SECRET, "do something")
+    assert failed_after_reading(tmp_path, terms, monkeypatch, refusal) == (app.FAILED, app.FAILED_IN_WORDS, {})
+    assert (tmp_path / "shop" / "failure.txt").read_text() == str(refusal)
+    assert (tmp_path / "shop" / "failure.txt").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), OSError(28, SECRET), UnicodeError(SECRET), RecursionError(), Panic(SECRET)]
+)
+def test_after_the_first_record_every_failure_is_one_reply(tmp_path, terms, monkeypatch, error):
+    assert failed_after_reading(tmp_path, terms, monkeypatch, error) == (app.FAILED, app.FAILED_IN_WORDS, {})
+
+
+def test_a_log_that_cannot_be_written_changes_no_reply(tmp_path, terms, monkeypatch):
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(app, "append_log", full)
+    monkeypatch.setattr(app, "replace_file", full)
+    assert failed_after_reading(tmp_path, terms, monkeypatch, KeyError(SECRET)) == (app.FAILED, app.FAILED_IN_WORDS, {})
+
+
+def failed_after_reading(tmp_path, base_sha256, monkeypatch, error):
+    (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+
+    def fail(*_args, before_records, **_kwargs):
+        before_records()
+        raise error
+
+    monkeypatch.setattr(app, "run_party", fail)
+    outcome = answer(where, asked(where, base_sha256))
+    return outcome.code, outcome.reason, outcome.files
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("d.csv", b"body,stars,stars\nx,1,1\n"),
+        ("d.csv", b"stars\n1\n"),
+        ("d.parquet", b"PAR1"),
+        ("d.json", b"[" * 10**6),
+        ("d.jsonl", b""),
+    ],
+)
+def test_nothing_is_read_before_it_is_said_so(tmp_path, terms, monkeypatch, name, content):
+    """The party's file is opened after the public part only, so whatever is in it has one reply, or a release."""
+    (tmp_path / name).write_bytes(content)
+    where = site(tmp_path, tmp_path / name)
+    opened = []
+    read, begin = party.read_training, []
+
+    def noted(plan):
+        opened.append(bool(begin))
+        return read(plan)
+
+    run = app.run_party
+
+    def noting(*args, before_records, **kwargs):
+        return run(*args, before_records=lambda: (begin.append(True), before_records()), **kwargs)
+
+    monkeypatch.setattr(party, "read_training", noted)
+    monkeypatch.setattr(app, "run_party", noting)
+    outcome = answer(where, asked(where, terms))
+    assert opened == [True]
+    assert (outcome.code, outcome.reason) in {("", ""), (app.FAILED, app.FAILED_IN_WORDS)}
+
+
+@pytest.mark.parametrize("data", ["missing.csv", "d.xlsx", "d.csv::train"])
+def test_a_path_that_is_no_data_is_refused_before_any_record(tmp_path, terms, monkeypatch, data):
+    (tmp_path / "d.csv").write_text("body,stars\nx,1\n")
+    (tmp_path / "d.xlsx").write_text("x")
+    monkeypatch.setattr(party, "read_training", lambda _plan: pytest.fail("records were read"))
+    where = site(tmp_path, tmp_path / data)
+    outcome = answer(where, asked(where, terms))
+    assert outcome.code == "DPM-203"
+    assert str(tmp_path) not in outcome.reason
 
 
 @pytest.mark.parametrize("other", [{"sha256": "0" * 64}, {"federation": "another-1f"}])

@@ -9,10 +9,25 @@ import torch
 
 from dpmerge.client import audit as audit_module
 from dpmerge.client.audit import audit_mechanism
-from dpmerge.common.accounting import epsilon_pld
+from dpmerge.common.accounting import calibrate, epsilon_pld
 from dpmerge.common.mechanism import Mechanism
 
-from .checks import calibrated, seeded
+from .loop import defects
+
+
+def calibrated(**changes) -> Mechanism:
+    """Return a mechanism that few trials suffice to audit: at a large δ, violations are frequent."""
+    settings = {
+        "target_epsilon": 1.0,
+        "target_delta": 0.05,
+        "population": 256,
+        "expected_batch_size": 64,
+        "num_steps": 4,
+        "l2_clip_norm": 0.3,
+        "noise": "secure",
+        "num_coordinates": 2000,
+    }
+    return calibrate(**(settings | changes))
 
 
 @pytest.mark.parametrize(
@@ -22,11 +37,13 @@ from .checks import calibrated, seeded
         {"sharpness": "sam"},
         pytest.param({"sharpness": "sam", "ascent_sampling": "separate"}, marks=pytest.mark.slow),
         {"noise": "fast", "expected_batch_size": 256, "num_steps": 2},
+        {"sharpness": "sat", "privacy_unit": "user"},
+        pytest.param({"sharpness": "sat-momentum"}, marks=pytest.mark.slow),
     ],
-    ids=["none", "sam", "sam-separate", "full-batch"],
+    ids=["none", "sam", "sam-separate", "full-batch", "sat-users", "sat-momentum"],
 )
 def test_claim_holds_and_more_than_half_of_it_is_witnessed(changes):
-    result = audit_mechanism(calibrated(**changes), num_trials=24_000, parts=seeded())
+    result = audit_mechanism(calibrated(**changes), num_trials=24_000)
     assert result.holds
     assert result.epsilon_lower > 0.5 * result.epsilon_claimed
     assert (result.num_trials, result.target_delta, result.confidence) == (24_000, 0.05, 0.999)
@@ -36,9 +53,27 @@ def test_ascent_query_that_is_not_charged_is_seen():
     charged = calibrated()
     sigma = charged.noise_multiplier
     both = replace(charged, sharpness="sam", ascent_noise_multiplier=sigma / 2)
-    result = audit_mechanism(both, num_trials=12_000, parts=seeded())
+    result = audit_mechanism(both, num_trials=12_000)
     assert result.holds
     assert result.epsilon_lower > epsilon_pld(charged)
+
+
+@pytest.mark.parametrize(
+    ("defect", "changes"),
+    [
+        ("noise x0.5", {}),
+        ("clipping off", {}),
+        ("no noise at all", {"sharpness": "sat"}),
+        ("norm over some layers only", {}),
+        ("raw gradient in the step", {}),
+        ("half the ascent's noise", {"sharpness": "sam"}),
+        ("ascent from the raw gradient", {"sharpness": "sam"}),
+    ],
+)
+def test_defect_in_the_loop_refutes_the_claim(defect, changes):
+    with defects.planted(defect):
+        result = audit_mechanism(calibrated(**changes), num_trials=24_000)
+    assert not result.holds, result
 
 
 def test_bound_covers_the_truth_as_often_as_it_says():
@@ -74,7 +109,7 @@ def test_statistic_is_the_log_likelihood_ratio_of_a_sampled_gaussian():
 
 def test_time_limit_leaves_one_pair_of_runs():
     mechanism = replace(calibrated(), num_coordinates=500)
-    assert audit_mechanism(mechanism, num_trials=10**9, max_seconds=0, parts=seeded()).num_trials == 1000
+    assert audit_mechanism(mechanism, num_trials=10**9, max_seconds=0).num_trials == 1000
 
 
 def test_what_cannot_be_audited_is_refused():
@@ -92,6 +127,7 @@ def test_what_cannot_be_audited_is_refused():
     for suspect, options in (
         (open_, {}),
         (replace(mechanism, noise="fast", num_coordinates=0), {}),
+        (replace(mechanism, num_clip_queries=1), {}),
         (mechanism, {"num_trials": 0}),
         (mechanism, {"confidence": 1.0}),
     ):

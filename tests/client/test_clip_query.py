@@ -27,9 +27,21 @@ from dpmerge.client.subspace import Subspace
 from dpmerge.common.activations import Batch
 from dpmerge.common.clip_grid import MAX_BINS, ClipGrid
 from dpmerge.common.config import SubspaceSettings, TrainingSettings
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.mechanism import GRID_STEPS_PER_SIGMA, Mechanism
 
-from .checks import ALPHA, Silence
+ALPHA = 1e-3
+
+
+class Silence:
+    """A noise source of the right mode that draws zeros: what comes out is the clipped sum."""
+
+    def __init__(self, mode):
+        self.mode = mode
+        self.steps_per_sigma = GRID_STEPS_PER_SIGMA if mode == "secure" else 1
+
+    def sample(self, num_values):
+        return torch.zeros(num_values, dtype=torch.int64 if self.mode == "secure" else torch.float32)
+
 
 K = 12
 MECHANISM = Mechanism(

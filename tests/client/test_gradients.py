@@ -396,15 +396,25 @@ def test_rows_belong_to_the_caller() -> None:
 
 
 def test_check_independent_finds_coupled_examples() -> None:
-    model, x = nn.Linear(4, 2), torch.randn(4, 4)
+    model, x = nn.Linear(4, 2), torch.randn(NUM_COMPANY, 4, generator=torch.Generator().manual_seed(1))
     gradients = PerExampleGradients(model)
-    gradients.check_independent(lambda part: model(x[part]).square().sum(1), 4)
-    for coupled in (
-        lambda part: model(x[part]).square().sum(1) / len(x[part]),
-        lambda part: model(x[part] - x[part].mean(0)).square().sum(1),
-    ):
+    gradients.check_independent(lambda part: model(x[part]).square().sum(1), NUM_COMPANY, num_bystanders=128)
+    for coupled in COUPLINGS.values():
         with pytest.raises(DpmergeError, match=r"DPM-502.*changes with the other examples"):
-            gradients.check_independent(coupled, 4)
+            gradients.check_independent(lambda part, c=coupled: c(model, x[part]), NUM_COMPANY, num_bystanders=128)
+
+
+NUM_COMPANY = 24
+COUPLINGS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "the batch's size": lambda model, x: model(x).square().sum(1) / len(x),
+    "the batch's mean": lambda model, x: model(x - x.mean(0)).square().sum(1),
+    "1 % of the batch's mean": lambda model, x: model(x - 0.01 * x.mean(0)).square().sum(1),
+    "1e-4 of the batch's mean": lambda model, x: model(x - 1e-4 * x.mean(0)).square().sum(1),
+    "a batch norm": lambda model, x: model(F.batch_norm(x, None, None, training=True)).square().sum(1),
+    "the batch's largest value": lambda model, x: model(x / (1 + 0.01 * x.abs().max())).square().sum(1),
+    "in-batch negatives": lambda model, x: (model(x) @ model(x).detach().T).logsumexp(1),
+    "a neighbour, as in packed sequences": lambda model, x: model(x + 0.01 * x.roll(1, 0)).square().sum(1),
+}
 
 
 @pytest.mark.parametrize(
@@ -454,7 +464,7 @@ def test_batch_statistics_are_refused() -> None:
     model.eval()
     x = torch.randn(3, 4)
     with PerExampleGradients(model) as gradients:
-        gradients.check_independent(lambda part: model(x[part]).square().sum(1), 3)
+        gradients.check_independent(lambda part: model(x[part]).square().sum(1), 3, num_bystanders=3)
 
 
 def test_a_weight_used_outside_its_forward_is_refused() -> None:

@@ -1,4 +1,7 @@
 import doctest
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -6,6 +9,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from dpmerge.client import keystream
 from dpmerge.client.keystream import Keystream
+from dpmerge.client.noise import FastNoise, SecureNoise
+from dpmerge.client.sampling import PoissonSampler
 
 KEY = bytes(range(32))
 
@@ -20,8 +25,43 @@ def test_words_are_chacha20s_keystream():
     assert stream.words(3).tobytes() + stream.words(7).tobytes() == expected
 
 
-def test_keys_come_from_the_operating_system():
-    assert Keystream().state() != Keystream().state()
+def test_keys_come_from_the_operating_system(real_keys, monkeypatch):
+    """The module's `os` is the operating system's own here, and a key is what one call of its `urandom` returned."""
+    assert keystream.os is os
+    assert len({Keystream().state() for _ in range(100)}) == 100
+    drawn, real = [], os.urandom
+
+    def urandom(size):
+        drawn.append(real(size))
+        return drawn[-1]
+
+    monkeypatch.setattr(os, "urandom", urandom)
+    assert [Keystream().state() for _ in range(3)] == drawn
+    assert [len(key) for key in drawn] == [32] * 3
+
+
+@pytest.mark.parametrize("make", [SecureNoise, FastNoise, lambda: PoissonSampler(0.5, 9)])
+def test_noise_and_samples_take_a_key_each_from_the_operating_system(real_keys, monkeypatch, make):
+    drawn, real = [], os.urandom
+
+    def urandom(size):
+        drawn.append(real(size))
+        return drawn[-1]
+
+    monkeypatch.setattr(os, "urandom", urandom)
+    states = {make().state() for _ in range(3)}
+    assert len(states) == len(set(drawn)) == 3
+
+
+def test_tests_have_known_keys_unless_they_ask_for_real_ones():
+    assert keystream.os is not os
+
+
+def test_a_process_of_its_own_draws_afresh():
+    """What a deployed party runs: no test's patch reaches it, and no two processes share a key."""
+    code = "from dpmerge.client.keystream import Keystream; print(Keystream().state().hex())"
+    keys = {subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(2)}
+    assert len(keys) == 2
 
 
 def test_ratchet_replaces_the_key_and_repeats_nothing():

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dpmerge.client.budget import Cap
-from dpmerge.client.ledger import GENESIS, Ledger, reservation_id
+from dpmerge.client.ledger import GENESIS, Bound, Ledger, Reservation, reservation_id
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
 
@@ -21,7 +21,7 @@ def _kinds(ledger):
 
 
 def test_reservation_is_charged_once_and_found_again(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     name = reservation_id(tmp_path)
     first = _reserve(ledger, reservation=name)
     again = _reserve(Ledger(tmp_path / "ledger.jsonl"), reservation=reservation_id(tmp_path))
@@ -35,14 +35,14 @@ def test_a_head_does_not_tell_what_the_records_are(tmp_path):
     heads = set()
     for folder in (tmp_path / "a", tmp_path / "b"):  # the same data: whoever guesses them cannot test the guess
         folder.mkdir()
-        ledger = Ledger(folder / "ledger.jsonl")
+        ledger = Ledger(folder / "ledger.jsonl").create()
         _reserve(ledger, reservation=reservation_id(folder))
         heads.add(ledger.head())
     assert len(heads) == 2
 
 
 def test_a_reservation_goes_on_with_the_same_data_and_settings_only(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     first = _reserve(ledger, reservation="r")
     with pytest.raises(DpmergeError, match="other records or settings"):
         _reserve(ledger, reservation="r", binding="other")
@@ -53,7 +53,7 @@ def test_a_reservation_goes_on_with_the_same_data_and_settings_only(tmp_path):
 
 
 def test_what_follows_a_reservation_is_recorded_once(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     first = _reserve(ledger)
     for _ in range(2):
         ledger.released(first, "hash")
@@ -68,7 +68,7 @@ def test_what_follows_a_reservation_is_recorded_once(tmp_path):
 
 
 def _three(path):
-    ledger = Ledger(path)
+    ledger = Ledger(path).create()
     for dataset in ("a", "b", "c"):
         _reserve(ledger, dataset=dataset)
     return path.read_bytes().splitlines(keepends=True)
@@ -116,7 +116,7 @@ def test_an_earlier_head_shows_a_cut_or_a_changed_last_line(tmp_path):
     path.write_bytes(b"".join(lines))
     _reserve(Ledger(path), dataset="d")
     assert Ledger(path).lines()[2].sha256 == head
-    assert Ledger(tmp_path / "none.jsonl").head() == GENESIS
+    assert Ledger(tmp_path / "none.jsonl").create().head() == GENESIS
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,8 @@ def test_an_earlier_head_shows_a_cut_or_a_changed_last_line(tmp_path):
         {"kind": "released", "reservation": "unknown", "release": "hash"},
         {"kind": "reserve", "reservation": "r", "dataset": "a", "binding": "b", "charge": None},
         {"kind": "spent", "reservation": "r"},
+        {"kind": "bound", "dataset": "reviews", "place": None, "nonce": "n"},
+        {"kind": "bound", "dataset": "reviews", "place": "/data"},
         {"kind": "reserve", "dataset": "a", "binding": "b", "charge": {}},
     ],
 )
@@ -137,6 +139,7 @@ def test_a_line_that_makes_no_sense_is_damage_although_its_hash_fits(tmp_path, e
 
 def test_concurrent_reservations_keep_the_chain(tmp_path):
     path = tmp_path / "ledger.jsonl"
+    Ledger(path).create()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda i: _reserve(Ledger(path), reservation=f"r{i % 4}"), range(32)))
     assert sorted(entry["reservation"] for entry in Ledger(path).entries()) == ["r0", "r1", "r2", "r3"]
@@ -149,7 +152,7 @@ def _race(path, barrier, index, answers):
         for turn in range(5):
             Ledger(path).reserve(dataset="shop", binding=f"{index}-{turn}", charge={"epsilon": 1.0})
         answers.put("charged")
-        Ledger(path).reserve(dataset="capped", binding="b", charge=charge_of(FULL), cap=CAP)
+        Ledger(path.with_name("capped.jsonl")).reserve(dataset="capped", binding="b", charge=charge_of(FULL), cap=CAP)
         answers.put("won")
     except DpmergeError as refusal:
         answers.put(refusal.code)
@@ -169,6 +172,8 @@ CAP = Cap(epsilon=0.8, delta=1e-5)  # FULL alone costs 0.64, twice 0.89
 
 def test_two_processes_keep_the_chain_and_only_one_gets_what_the_cap_leaves(tmp_path):
     context, path = multiprocessing.get_context("fork"), tmp_path / "ledger.jsonl"
+    Ledger(path).create()
+    capped = Ledger(tmp_path / "capped.jsonl").create()
     barrier, answers = context.Barrier(2), context.Queue()
     racers = [context.Process(target=_race, args=(path, barrier, index, answers)) for index in range(2)]
     for racer in racers:
@@ -178,8 +183,9 @@ def test_two_processes_keep_the_chain_and_only_one_gets_what_the_cap_leaves(tmp_
         racer.join()
     assert told == ["DPM-506", "charged", "charged", "won"]
     assert sorted(e["binding"] for e in Ledger(path).entries()) == sorted(
-        ["b", *(f"{index}-{turn}" for index in range(2) for turn in range(5))]
+        f"{index}-{turn}" for index in range(2) for turn in range(5)
     )
+    assert [entry["binding"] for entry in capped.entries()] == ["b"]
 
 
 def test_a_failed_write_charges_nothing_and_keeps_the_old_lines(tmp_path, monkeypatch):
@@ -196,7 +202,7 @@ def test_a_failed_write_charges_nothing_and_keeps_the_old_lines(tmp_path, monkey
 
 
 def test_abandoned_trainings_stay_spent_and_are_not_gone_on_with(tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     first = _reserve(ledger, reservation="r")
     ledger.abandon()
     ledger.abandon()
@@ -212,3 +218,45 @@ def test_a_damaged_reservation_file_is_refused(tmp_path):
     (tmp_path / "reservation").write_text("")
     with pytest.raises(DpmergeError, match="DPM-504"):
         reservation_id(tmp_path)
+
+
+def test_a_ledger_that_is_not_there_has_not_spent_nothing(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    first = Reservation("r", "b", {}, is_new=True)
+    for asked in (
+        ledger.entries,
+        ledger.head,
+        ledger.bound,
+        ledger.abandon,
+        lambda: _reserve(ledger),
+        lambda: ledger.find("r"),
+        lambda: ledger.released(first, "hash"),
+        lambda: ledger.bind(Bound(dataset="shop", place="/data")),
+        lambda: ledger.check_bound(Bound(dataset="shop", place="/data")),
+    ):
+        with pytest.raises(DpmergeError, match="DPM-504"):
+            asked()
+    assert not ledger.exists()
+
+
+def test_a_ledger_is_created_once_and_knows_whose_it_is(tmp_path):
+    shop = Bound(dataset="shop", place="/data/shop.csv")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create(shop)
+    assert (ledger.bound(), ledger.path.stat().st_mode & 0o077) == (shop, 0)
+    with pytest.raises(DpmergeError, match=r"DPM-504: the ledger .* exists"):
+        ledger.create(shop)
+    with pytest.raises(DpmergeError, match="is that of data set 'shop'"):
+        _reserve(ledger, dataset="other")
+    first = _reserve(ledger, reservation="r")
+    ledger.bind(Bound(dataset="shop", place="/elsewhere"))
+    assert not _reserve(ledger, reservation="r").is_new
+    ledger.released(first, "hash")
+    ledger.abandon()
+    assert _kinds(ledger) == ["bound", "reserve", "bound", "released"]
+    with pytest.raises(DpmergeError, match="is bound to data set 'shop' at /elsewhere"):
+        ledger.check_bound(shop)
+
+
+def test_heads_of_equal_bindings_differ(tmp_path):
+    shop = Bound(dataset="shop", place="/data/shop.csv")
+    assert len({Ledger(tmp_path / name).create(shop).head() for name in "ab"}) == 2

@@ -4,6 +4,7 @@ import os
 from datetime import UTC, datetime
 
 import pytest
+from filelock import FileLock, Timeout
 
 from dpmerge.client import outbox
 from dpmerge.client.ledger import Ledger, reservation_id
@@ -23,7 +24,7 @@ NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
 
 @pytest.fixture
 def account(tmp_path):
-    account = Account(Ledger(tmp_path / "ledger.jsonl"), "reviews")
+    account = Account(Ledger(tmp_path / "ledger.jsonl").create(), "reviews")
     reserved = account.ledger.reserve(
         dataset="reviews", binding="b", charge={"epsilon": 1.0}, reservation=reservation_id(tmp_path)
     )
@@ -32,11 +33,11 @@ def account(tmp_path):
     return account
 
 
-def receipt_for(files, key=SERVER_KEY):
+def receipt_for(files, key=SERVER_KEY, time=NOW):
     signature = files[SIGNATURE]
     manifest = manifest_of(parse_signature(signature, "shop"), "shop")
     sha256 = manifest_hash(signature)
-    return make_receipt(manifest, manifest_sha256=sha256, spool_sha256="e" * 64, time=NOW, key=key)
+    return make_receipt(manifest, manifest_sha256=sha256, spool_sha256="e" * 64, time=time, key=key)
 
 
 def kinds(account):
@@ -103,3 +104,33 @@ def test_a_crash_while_writing_leaves_no_outbox(tmp_path, monkeypatch):
     assert not (tmp_path / RELEASE).exists()
     put(tmp_path, release(), HEAD, SIGNER)
     assert outbox.outbox_files(tmp_path, SIGNER) == signed_files()
+
+
+def test_another_receipt_of_a_server_that_lost_its_own_changes_nothing(account, tmp_path):
+    first, later = receipt_for(signed_files()), receipt_for(signed_files(), time=NOW.replace(hour=20))
+    assert first != later
+    close(tmp_path, first, account, [SERVER_KEY.public])
+    close(tmp_path, later, account, [SERVER_KEY.public])
+    assert (tmp_path / RECEIPT).read_bytes() == first
+    assert kinds(account) == ["reserve", "released", "receipt"]
+    (tmp_path / RECEIPT).unlink()
+    close(tmp_path, later, account, [SERVER_KEY.public])  # not what the ledger recorded: not put in its place
+    assert not (tmp_path / RECEIPT).exists()
+    close(tmp_path, first, account, [SERVER_KEY.public])
+    assert (tmp_path / RECEIPT).read_bytes() == first
+
+
+def test_an_answer_does_not_wait_for_a_training(account, tmp_path, monkeypatch):
+    monkeypatch.setattr(outbox, "CLOSE_SECONDS", 0.1)
+    with FileLock(tmp_path / "party.lock"), pytest.raises(Timeout):
+        close(tmp_path, receipt_for(signed_files()), account, [SERVER_KEY.public])
+    assert kinds(account) == ["reserve", "released"]
+    close(tmp_path, receipt_for(signed_files()), account, [SERVER_KEY.public])
+    assert kinds(account) == ["reserve", "released", "receipt"]
+
+
+def test_what_is_sent_is_on_disk_whoever_wrote_it(account, tmp_path, monkeypatch):
+    fsync, synced = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    outbox_files(tmp_path, SIGNER)
+    assert {str(tmp_path / RELEASE), str(tmp_path / RELEASE / SIGNATURE), str(tmp_path)} <= set(synced)

@@ -15,7 +15,7 @@ from dpmerge.common.errors import DpmergeError
 
 @pytest.fixture
 def account(tmp_path):
-    return Account(Ledger(tmp_path / "ledger.jsonl"), "reviews", Cap(epsilon=1.2, delta=1e-5))
+    return Account(Ledger(tmp_path / "ledger.jsonl").create(), "reviews", Cap(epsilon=1.2, delta=1e-5))
 
 
 def ask(account, is_right, **changes):
@@ -51,7 +51,7 @@ def test_few_records_under_the_noise_are_no_accuracy(account):
 
 
 def test_both_counts_carry_the_stated_noise(tmp_path):
-    account = Account(Ledger(tmp_path / "ledger.jsonl"), "reviews")
+    account = Account(Ledger(tmp_path / "ledger.jsonl").create(), "reviews")
     told = [ask(account, [True] * 30 + [False] * 10) for _ in range(60)]
     scale = told[0].count_noise_std
     values = [(answer.num_right - 30) / scale for answer in told] + [(answer.num_wrong - 10) / scale for answer in told]

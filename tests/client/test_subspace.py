@@ -43,7 +43,8 @@ def test_rows_are_projected_and_scaled_however_they_are_split(gradients):
     assert [len(part) for part in whole] == [4]  # projected at once, as many as the capacity
     torch.testing.assert_close(whole[0], expected)
     split = list(space.rows(iter([rows[:3], rows[1:]])))
-    assert [len(part) for part in split] == [3, 3]
+    assert [len(part) for part in split] == [4, 2]
+    torch.testing.assert_close(torch.cat(split), expected[[0, 1, 2, 1, 2, 3]])
     assert not list(space.rows(iter([])))
 
 

@@ -17,7 +17,7 @@ from dpmerge.client.units import Users
 from dpmerge.common.activations import Activations
 from dpmerge.common.config import LoraSettings, TrainingSettings
 from dpmerge.common.heads import head_module, zero_linear_head
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.mechanism import COMPANY_MARGIN, Mechanism
 from dpmerge.common.model import attach_lora, load_base
 from dpmerge.common.split_encoder import SplitEncoder
 
@@ -86,12 +86,14 @@ def oracle(parts, data: PrivateData, clip: float, user_of_record: Sequence[int])
     for user in sorted(set(user_of_record)):
         records = torch.tensor([record for record, owner in enumerate(user_of_record) if owner == user])
         losses = [
-            nn.functional.cross_entropy(model(batch.hidden, batch.mask), data.labels[batch.records], reduction="sum")
+            nn.functional.cross_entropy(
+                model(batch.hidden, batch.mask)[: len(batch.records)], data.labels[batch.records], reduction="sum"
+            )
             for batch in data.activations.batches(records, 64)
         ]
         gradients = torch.autograd.grad(torch.stack(losses).sum() / len(records), trained)
         row = torch.cat([gradient.flatten() for gradient in gradients])
-        total += row * min(1.0, clip / float(row.norm()))
+        total += row * min(1.0, clip * (1 - COMPANY_MARGIN) / float(row.norm()))
     return total
 
 
@@ -107,7 +109,9 @@ def test_a_step_equals_one_user_at_a_time(parts, clip, capacity):
 def test_a_user_split_over_physical_batches_is_clipped_once(parts):
     data = data_of(parts, [0])
     for capacity in (1, 2, 64):
-        assert clipped_sum(parts, data, 1e-3, capacity).norm().item() == pytest.approx(1e-3, rel=1e-5)
+        assert clipped_sum(parts, data, 1e-3, capacity).norm().item() == pytest.approx(
+            1e-3 * (1 - COMPANY_MARGIN), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("user", range(NUM_USERS))
@@ -117,7 +121,9 @@ def test_without_a_user_the_sum_changes_by_at_most_the_clip_norm(parts, user):
     with_user, without = (
         clipped_sum(parts, data_of(parts, keep), clip, 3) for keep in (list(range(NUM_USERS)), others)
     )
-    assert (with_user - without).norm().item() == pytest.approx(clip, rel=1e-4)  # all four are longer, so clipped
+    assert (with_user - without).norm().item() == pytest.approx(
+        clip * (1 - COMPANY_MARGIN), rel=1e-4
+    )  # all four are longer, so clipped
 
 
 def test_a_record_that_overflows_takes_out_its_own_user_only(parts, monkeypatch):
@@ -126,7 +132,7 @@ def test_a_record_that_overflows_takes_out_its_own_user_only(parts, monkeypatch)
 
     def poisoned(self, records, capacity):
         for batch in original(self, records, capacity):
-            batch.hidden[batch.records == USERS.index(1)] = float("inf")
+            batch.hidden[batch.filled == USERS.index(1)] = float("inf")
             yield batch
 
     monkeypatch.setattr(Activations, "batches", poisoned)

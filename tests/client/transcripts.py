@@ -14,11 +14,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dpmerge.client import clip_query, party, train, trained_space
-from dpmerge.client.party import run_party
+from dpmerge.client import party, train, trained_space
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.common.config import load_federation, party_plan
 from dpmerge.common.model import load_base
+
+from .loop import observe as loop_observe
 
 FEDERATION = """
 [base]
@@ -155,7 +156,7 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
         folder: The party's folder.
         answered_by: A transcript whose samples and answers take the place of this training's own.
     """
-    seen = Transcript()
+    seen, real_train = Transcript(), train.train
 
     def watched(model, data, gradients, lora, mechanism, settings, sampler, noise, *, after_step, **options):
         given = None if answered_by is None else iter(answered_by.answers)
@@ -166,11 +167,8 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
             after_step(step, capture)
 
         watched_privatiser = partial(_Privatiser, seen=seen, theta=gradients.theta, given=given)
-        with (
-            mock.patch.object(train, "Privatiser", watched_privatiser),
-            mock.patch.object(clip_query, "Privatiser", watched_privatiser),
-        ):
-            return train.train(
+        with loop_observe.everywhere(Privatiser, watched_privatiser):
+            return real_train(
                 *(model, data, gradients, lora, mechanism, settings, watched_sampler, noise),
                 after_step=note_state,
                 **options,
@@ -179,8 +177,8 @@ def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Tra
     def made_anew(_identity, make):  # a basis found in a cache would be equal whatever it was made of
         return make()
 
-    with mock.patch.object(party, "train", watched), mock.patch.object(trained_space, "cached_basis", made_anew):
-        seen.release = run_party(plan, base, folder)
+    with loop_observe.everywhere(real_train, watched), mock.patch.object(trained_space, "cached_basis", made_anew):
+        seen.release = party.run_party(plan, base, folder)
     return seen
 
 

@@ -1,11 +1,12 @@
 """Files are replaced in one step, with the rights asked for, and durably where that is asked."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import NO_SPACE, replace_file, storage_refusal
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -51,3 +52,16 @@ def test_file_then_folder_are_synced_only_if_asked(tmp_path: Path, monkeypatch: 
     assert synced == []
     replace_file(tmp_path / "note", "kept", durable=True)
     assert synced == [False, True]
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as the operating system does: without a name
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space") as caught:
+        replace_file(tmp_path / "note", "new", durable=True)
+    assert caught.value.errno in NO_SPACE
+    told = storage_refusal(caught.value)
+    assert (told.code, told.problem) == ("DPM-305", f"{tmp_path / 'note'} cannot be written: No space left on device")
+    assert "--resume" in told.fix

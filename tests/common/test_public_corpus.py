@@ -1,10 +1,13 @@
 """Public texts: which are taken, in which order, and what a party learns of an overlap."""
 
+import hashlib
+import os
+
 import pytest
 
 from dpmerge.common.config import SubspaceSettings
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.public_corpus import overlaps, public_corpus, public_name
+from dpmerge.common.public_corpus import listed_hash, overlaps, public_corpus, public_name
 from dpmerge.common.tasks import load_task
 
 
@@ -57,3 +60,17 @@ def test_an_overlap_is_found_whatever_the_white_space(tmp_path):
     corpus = public_corpus(settings(tmp_path / "a.txt"))
     assert overlaps(corpus, ["bad", " good day"])
     assert not overlaps(corpus, ["Good day", "good"])
+
+
+def test_only_tasks_and_listed_files_are_answered_for(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("good day\nsee you")
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert listed_hash(str(path)) == sha256
+    assert public_corpus(settings("sms")).is_listed
+    assert public_corpus(settings(path), {sha256}).is_listed
+    for listed in ((), {"0" * 64}, {public_corpus(settings(path)).sha256}):
+        assert not public_corpus(settings(path), listed).is_listed
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path, tmp_path / "pipe", "/dev/zero", tmp_path / "absent", f"{path}::train", "x" * 5000, "a\0b"):
+        assert listed_hash(str(other)) is None

@@ -334,7 +334,7 @@ def test_heads_check_themselves(arguments: tuple[object, ...], message: str) -> 
 def test_every_constant_file_is_in_the_format() -> None:
     assert {
         getattr(module, name)
-        for name in ("CONFIG", "ADAPTER", "HEAD", "STATEMENT", "MERGE", "SIGNATURE", "README", "PICTURE")
+        for name in ("CONFIG", "ADAPTER", "HEAD", "STATEMENT", "MERGE", "SIGNATURE", "README", "PICTURE", "MODULES")
     } == (module.FILES)
 
 

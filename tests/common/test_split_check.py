@@ -81,5 +81,5 @@ def test_an_adapter_below_the_split_is_seen(base):
 def test_public_batches_have_padding_and_the_longest_length(base):
     padded, shortest, longest = public_batches(base, 30)
     assert padded.mask.sum(1).unique().numel() == len(padded.ids)
-    assert shortest.ids.shape[1] == 4
+    assert shortest.ids.shape[1] == 12
     assert longest.ids.shape[1] == 32

@@ -99,6 +99,7 @@ def test_the_mechanism_comes_back():
         ("sampling_prob", 0.01),
         ("sampling", "shuffled"),
         ("normalisation", "batch_size"),
+        ("company_margin", 0.0),
         ("neighboring_relation", "replace_one"),
         ("schema", 2),
         ("schema", True),
@@ -222,10 +223,17 @@ def test_a_subspace_is_stated_with_its_public_texts():
     )
     assert check_statement(json.loads(json.dumps(statement))).num_coordinates == 64
     assert "64 directions from the public texts sms (000000000000)" in sentence(statement)
+    unlisted = {**statement, "subspace": TOLD | {"texts_sha256": None, "basis_sha256": None}}
+    assert check_statement(unlisted).num_coordinates == 64
+    assert "the public texts sms (no hash: on nobody's list)" in sentence(unlisted)
     random = TOLD | {"public": None, "texts_sha256": None, "num_public": 0}
     training = {"training": {"subspace": {**TRAINED, "public": "none"}}}
     statement = {**read(), "num_coordinates": 64, "training": training, "subspace": random}
     assert "64 random directions" in sentence(statement)
+    check_statement(statement)
+    for changes in ({"texts_sha256": "0" * 64}, {"basis_sha256": None}):
+        with pytest.raises(DpmergeError, match="do not fit random directions"):
+            check_statement({**statement, "subspace": random | changes})
 
 
 @pytest.mark.parametrize(
@@ -240,6 +248,8 @@ def test_a_subspace_is_stated_with_its_public_texts():
         ({"public": "\x1b[2J"}, "subspace.public"),
         ({"public": None}, "do not fit each other"),
         ({"num_public": 0}, "do not fit each other"),
+        ({"texts_sha256": None}, "do not fit each other"),
+        ({"basis_sha256": None}, "do not fit each other"),
         ({"scales": [2.0, 1.0]}, "subspace.scales"),
         ({"scales": [0.0, 1.0]}, "subspace.scales"),
         ({"allocation": "private"}, "subspace.allocation"),

@@ -61,7 +61,8 @@ POINTS = {
     "after training": Point("client.party:put", entries=1, trains_again=True),
     "while the outbox is written": Point("client.outbox:sign_release", after=True, entries=1, trains_again=True),
     "release in the outbox": Point("client.ledger:Ledger.released", entries=1),
-    "release in the ledger": Point("client.party:erase", entries=2),
+    "release in the outbox, checkpoint still there": Point("client.party:erase", entries=1),
+    "release in the ledger": Point("client.ledger:Ledger.released", after=True, entries=2),
     "before the upload arrives": Point("server.reception:Reception.receive", entries=2),
     "before the spool": Point("server.spool:Spool.accept", entries=2),
     "release in the spool, entry not": Point("server.spool:replace_file", entries=2),
@@ -71,7 +72,7 @@ POINTS = {
     "receipt stored, ledger open": Point("client.outbox:record_receipt", entries=2),
     "receipt in the ledger": Point("client.outbox:record_receipt", after=True),
     "before the merge": Point("simulations.federation:merge"),
-    "while the merged model is written": Point("simulations.federation:write_files", nth=3),
+    "while the merged model is written": Point("simulations.federation:replace_folder", nth=3),
     "in the evaluation": Point("simulations.federation:evaluate"),
     "before the results": Point("simulations.federation:write_results"),
 }
@@ -107,7 +108,8 @@ def test_a_killed_run_is_gone_on_with(name, federation, undisturbed, tmp_path):
     if point.lost:
         rows = {row.party: row for row in load_results(out).parties}
         assert kinds(out, "shop") == ["reserve"]
-        assert rows["shop"].reason.startswith("DPM-302")
+        assert rows["shop"].reason.startswith("DPM-599")
+        assert "there: DPM-302, resume refused" in rows["shop"].reason  # what the party keeps is the simulation's own
         assert rows["library"].status == "finished"
     else:
         assert kinds(out, "shop") == WHOLE

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpmerge.client.app import Site, settle
+from dpmerge.client.app import settle
 from dpmerge.client.ledger import Ledger, reservation_id
 from dpmerge.client.outbox import Signer, outbox_files, put
 from dpmerge.common.config import parse_federation, party_plan
@@ -36,6 +36,7 @@ from dpmerge.server.merging.merge import as_release, merge
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.reception import Reception
 from dpmerge.server.spool import Spool
+from dpmerge.simulations.flower import SimulatedSite
 from tests.release_changes import Files, edit, scaled
 from tests.release_changes import put as put_tensor
 from tests.signed_releases import (
@@ -218,10 +219,10 @@ def open_reception(folder: Path, changes: Mapping[str, Any]) -> Reception:
     return Reception(**settings | places | dict(changes))
 
 
-def make_site(folder: Path) -> Site:
+def make_site(folder: Path) -> SimulatedSite:
     """Return the shop's own place: charged, released, its good release in the outbox."""
     text = '[base]\nmodel = "minilm-l6"\n[[party]]\nname = "shop"\ntask = "product"\nepsilon = 1\n'
-    site = Site(
+    site = SimulatedSite(
         plan=party_plan(parse_federation(text, "matrix"), "shop"),
         folder=folder,
         num_threads=1,
@@ -230,14 +231,16 @@ def make_site(folder: Path) -> Site:
         server_keys=(SERVER_KEY.public,),
     )
     folder.mkdir()
-    ledger = Ledger(folder / "ledger.jsonl")
+    ledger = Ledger(folder / "ledger.jsonl").create()
     reserved = ledger.reserve(dataset="reviews", binding="b", charge={}, reservation=reservation_id(folder))
     put(folder, release(), HEAD, Signer(FEDERATION, KEY))
     ledger.released(reserved, release_hash(SHOP))
     return site
 
 
-def deliver(files: Mapping[str, bytes], site: Site, reception: Reception, *, party: str = "shop", at: datetime) -> str:
+def deliver(
+    files: Mapping[str, bytes], site: SimulatedSite, reception: Reception, *, party: str = "shop", at: datetime
+) -> str:
     """Send files in a party's name and the answer back to the site; return why they were refused, or "accepted"."""
     try:
         verdict, outcome = Verdict(receipt=reception.receive(party, files, at).receipt), "accepted"
@@ -258,7 +261,7 @@ def contents(folder: Path) -> Files:
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
-def ledger_of(site: Site) -> list[str]:
+def ledger_of(site: SimulatedSite) -> list[str]:
     return [json.loads(line)["kind"] for line in (site.folder / "ledger.jsonl").read_text().splitlines()]
 
 

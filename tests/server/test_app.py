@@ -19,7 +19,7 @@ from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.common.wire import Outcome, Terms, Verdict, pack_outcome
 from dpmerge.server import app as app_module
 from dpmerge.server import reception as reception_module
-from dpmerge.server.app import NO_REPLY, NOT_JUDGED, SECOND_REPLY, Collection, judge, server_app
+from dpmerge.server.app import NO_REPLY, NOT_JUDGED, NOT_STORED, SECOND_REPLY, Collection, judge, server_app
 from dpmerge.server.intake import Expectation
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.reception import Reception
@@ -257,3 +257,20 @@ def test_a_verdict_that_nobody_takes_does_not_hold_up_the_run_for_ever(
     collection, late = serve(nodes, replace(reception, deadline=datetime.now(UTC) + SOON))
     assert list(collection.accepted) == ["shop"]
     assert late == ["late"]
+
+
+@pytest.mark.parametrize("trouble", [OSError(28, "No space left on device"), MemoryError()])
+def test_the_servers_own_trouble_asks_for_the_same_bytes_again(
+    collection: Collection, reception: Reception, monkeypatch: pytest.MonkeyPatch, trouble: BaseException
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Spool, "accept", lambda *_: (_ for _ in ()).throw(trouble))
+        _, verdict = judge(release("shop", SHOP), reception, collection)
+    assert verdict == Verdict(code="DPM-405", reason=NOT_STORED)
+    assert collection.refused == {"shop": ("DPM-405", NOT_STORED)}
+    assert "same bytes" in NOT_STORED
+    assert "same bytes" in NOT_JUDGED
+    _, verdict = judge(release("shop", SHOP, node=2), reception, collection)
+    assert verdict is not None
+    assert verdict.receipt
+    assert collection.refused == {}

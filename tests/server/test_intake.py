@@ -140,6 +140,13 @@ HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "a claim in other words": ("statement-inconsistent", edit(STATEMENT, trust_model="Trust the server.")),
     "half a surrogate pair": ("json", edit(STATEMENT, tuning_disclosure="\ud800")),
     "noise from a test seed": ("statement-terms", edit(STATEMENT, noise_seed="test")),
+    "rank of another kind": ("config", edit(CONFIG, r=2.0)),
+    "an unknown setting that is empty": ("config", edit(CONFIG, cls=0)),
+    "an unknown setting that is null": ("config", edit(CONFIG, cls=None)),
+    "rslora of another kind": ("config", edit(CONFIG, use_rslora=0)),
+    "a start that changes the base": ("config", edit(CONFIG, init_lora_weights="pissa")),
+    "a known setting that is on": ("config", edit(CONFIG, kasa_config={"beta": 1.0})),
+    "a target twice": ("config", edit(CONFIG, target_modules=["query", "query"])),
     "a version that is none": ("config", edit(CONFIG, peft_version=[1])),
     "not private": (
         "statement-terms",

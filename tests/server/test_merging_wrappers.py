@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,3 +152,59 @@ def test_a_configuration_offers_the_wrappers_too() -> None:
         MergeSettings(method="ties", robust="median")
     with pytest.raises(DpmergeError, match=r"layer_scales = \{ query = 0\.5 \}"):
         MergeSettings(method="ties", layer_scales={"query": "half"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("method", [method for method in FREE if not METHODS[method].noise])
+def test_a_partys_factors_per_layer_act_on_its_change_before_the_method(method: str) -> None:
+    items = adapters((1, 2, 3), (1, 1, 1))
+    scales = {"p1": {"0.query": 0.5, "query": 2.0}, "p2": {"layer.0.key": -1.0}}
+    factors = {("p1", NAMES[0]): 0.5, ("p1", NAMES[2]): 2.0, ("p2", NAMES[1]): -1.0}
+    changed = [
+        replace(
+            item,
+            modules={
+                name: replace(f, scaling=f.scaling * factors.get((item.party, name), 1.0))
+                for name, f in item.modules.items()
+            },
+        )
+        for item in items
+    ]
+    found = run(items, method, party_layer_scales=scales)
+    assert torch.equal(flat(found), flat(run(changed, method)))
+    assert not torch.equal(flat(found), flat(run(items, method)))
+    assert found.info["parameters"]["party_layer_scales"] == scales
+
+
+@pytest.mark.parametrize("options", [{"method": "geometry"}, {"method": "average", "denoise": True}])
+def test_factors_per_party_do_not_go_with_what_asks_for_noise(options: dict[str, Any]) -> None:
+    with pytest.raises(DpmergeError, match="party_layer_scales is no choice for"):
+        merge(adapters((1, 2), (1, 1)), party_layer_scales={"p0": {"query": 2.0}}, **options)
+
+
+def test_a_mean_with_factors_per_party_and_layer_is_the_dense_one() -> None:
+    items = adapters((1, 2), (1, 1))
+    scales = {"p0": {"key": 3.0}}
+    merged = run(items, "average", weights={"p0": 1, "p1": 3}, party_layer_scales=scales)
+    for name in NAMES:
+        p0, p1 = (
+            item.modules[name].b.double() @ item.modules[name].a.double() * item.modules[name].scaling for item in items
+        )
+        expected = (p0 * (3.0 if name.endswith("key") else 1.0) + 3 * p1) / 4
+        error = torch.linalg.vector_norm(merged.modules[name].delta().double() - expected)
+        assert float(error / torch.linalg.vector_norm(expected)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("scales", "words"),
+    [
+        ({"stranger": {"query": 1.0}}, "party_layer_scales names stranger, but the parties are p0, p1"),
+        ({"p0": {"value": 1.0}}, "party_layer_scales.p0.value = 1.0 matches no merged module"),
+        ({"p0": {"query": math.inf}}, "party_layer_scales.p0.query = inf is not finite"),
+        ({"p0": {"(a+)+": 1.0}}, "none of the forms"),
+    ],
+)
+def test_factors_per_party_that_mean_nothing_are_refused(scales: dict[str, dict[str, float]], words: str) -> None:
+    with pytest.raises(DpmergeError) as caught:
+        run(adapters((1, 2), (1, 1)), "average", party_layer_scales=scales)
+    assert caught.value.code == "DPM-103"
+    assert words in str(caught.value)

@@ -1,4 +1,5 @@
 import json
+import os
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -90,3 +91,13 @@ def test_a_receipt_that_no_believed_server_signed_is_refused(sent):
 def test_times_without_a_zone_are_a_defect():
     with pytest.raises(ValueError, match="time zone"):
         coarse(datetime(2026, 3, 1))
+
+
+def test_the_same_receipt_again_is_on_disk_again(tmp_path, sent, monkeypatch):
+    receipts, fsync, synced = Receipts(tmp_path), os.fsync, []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _descriptor: None)
+        issue(receipts, sent)
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    issue(receipts, sent)
+    assert {str(tmp_path / "shop.json"), str(tmp_path)} <= set(synced)

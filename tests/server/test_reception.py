@@ -1,6 +1,8 @@
 """Who may release what, and how often: signatures, federations, second releases, resends, clocks."""
 
+import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any
@@ -190,3 +192,38 @@ def test_contents_are_judged_after_the_signature_and_refused_without_a_trace(rec
     other = signed_files(told=OTHER_STATEMENT)
     assert reception.receive("shop", other, NOW).sha256 in reception.spool.hashes().values()
     assert STATEMENT in reception.spool.releases()["shop"]
+
+
+def test_what_the_receipts_refuse_is_not_spooled(reception):
+    reception.receive("shop", SHOP, NOW)
+    for path in (reception.spool._parties / "shop", *sorted(reception.spool._releases.iterdir())):
+        path.unlink() if path.is_file() else shutil.rmtree(path)  # the spool was lost, the receipt was not
+    with pytest.raises(ReleaseRefused) as refusal:
+        reception.receive("shop", signed_files(told=OTHER_STATEMENT), NOW)
+    assert refusal.value.reason == "second-release"
+    assert reception.spool.releases() == {}
+    reception.receive("shop", SHOP, NOW)
+    assert reception.spool.releases() == {"shop": dict(SHOP)}
+
+
+def test_a_key_revoked_for_the_time_of_the_receipt_takes_its_release_out_of_merges(reception):
+    cinema = signed_files(told=statement("cinema"), key=STRANGER)
+    reception.receive("shop", SHOP, NOW)
+    reception.receive("cinema", cinema, NOW)
+    for since, merged in ((NOW + timedelta(hours=1), ["cinema", "shop"]), (NOW - timedelta(hours=1), ["cinema"])):
+        keys = KeyList(KEYS.keys, {KEY.public.id: since})
+        kept, left_out = replace(reception, keys=keys).releases()
+        assert sorted(kept) == merged
+        assert [refusal.reason for refusal in left_out.values()] == ["revoked"] * (2 - len(merged))
+    kept, left_out = replace(reception, keys=KeyList({"cinema": KEYS.keys["cinema"]})).releases()
+    assert (sorted(kept), left_out["shop"].reason) == (["cinema"], "key")
+
+
+def test_a_damaged_release_is_left_out_and_the_others_are_merged(reception):
+    digest = reception.receive("shop", SHOP, NOW).sha256
+    reception.receive("cinema", signed_files(told=statement("cinema"), key=STRANGER), NOW)
+    (reception.spool._releases / digest / README).write_bytes(b"changed")
+    kept, left_out = reception.releases()
+    assert (sorted(kept), left_out["shop"].reason) == (["cinema"], "corrupted")
+    reception.receive("shop", SHOP, NOW)
+    assert sorted(reception.releases()[0]) == ["cinema", "shop"]

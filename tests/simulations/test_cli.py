@@ -1,5 +1,6 @@
 """The command line: exit codes that tell the truth, one line per refusal, stdout for results only."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -273,3 +274,13 @@ def test_simulate_without_ray_names_the_extra(dpmerge, monkeypatch, tmp_path):
     assert err.startswith("DPM-105: ")
     assert "dpmerge[simulation]" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_one_line_with_the_file_and_how_to_go_on(dpmerge, job, tmp_path):
+    job.results = OSError(errno.ENOSPC, "No space left on device", "run/results.json")
+    code, out, err = dpmerge("simulate", EXAMPLE, "--out", tmp_path / "run")
+    last = err.splitlines()[-1]
+    assert (code, out) == (2, "")
+    assert last.startswith("DPM-305: run/results.json cannot be written: No space left on device; make room")
+    assert "--resume" in last
+    assert "Traceback" not in err

@@ -89,7 +89,9 @@ def test_a_failing_party_does_not_sink_the_run(first_run):
     _, out, results = first_run
     rows = {row.party: row for row in results.parties}
     assert [row.party for row in results.absent] == ["late"]
-    assert rows["late"].reason.startswith("DPM-203")
+    assert rows["late"].reason.startswith("DPM-599")  # the reply of a deployed party
+    assert "there: DPM-203, private data cannot be read; in full in parties/late/failure.txt" in rows["late"].reason
+    assert "has no column 'body'" in (out / "parties" / "late" / "failure.txt").read_text()
     assert rows["shop"].status == rows["cinema"].status == "finished"
     assert "some text" not in json.dumps(results.to_dict())  # no message quotes a record
     assert sorted(path.name for path in (out / "releases").iterdir()) == ["cinema", "shop"]

@@ -1,5 +1,6 @@
 """`dpmerge merge`: what it writes, what it says, and that whatever is refused leaves nothing behind."""
 
+import copy
 import csv
 import json
 from functools import lru_cache
@@ -11,10 +12,18 @@ import torch
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, BertConfig, BertForMaskedLM, BertModel, BertTokenizerFast
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizerFast,
+)
 
 from dpmerge.common import release as release_module
 from dpmerge.common.accounting import cross_check
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import load_base
 from dpmerge.common.release import Head, Release, read_release, write_release
@@ -23,6 +32,7 @@ from dpmerge.server import coefficient
 from dpmerge.server.evaluate import Accuracy, TaskScores
 from dpmerge.server.merging.card import OVERLAP, POST_PROCESSING
 from dpmerge.server.merging.deltas import read_adapter
+from dpmerge.server.merging.party_heads import load_head
 from dpmerge.server.merging.registry import METHODS
 from dpmerge.simulations import cli
 
@@ -311,6 +321,65 @@ def test_statistics_come_from_public_texts_that_are_named(dpmerge, base, pair, t
     assert json.loads((tmp_path / "merged" / "merge.json").read_text())["statistics_sha256"]
 
 
+def test_one_partys_change_can_be_scaled_per_layer(dpmerge, pair, tmp_path):
+    scaled = ("--layer-scale", "shop:value=2", "--layer-scale", "query=.5")
+    assert dpmerge(*pair, "--method", "average", *scaled, "--out", tmp_path / "merged")[0] == 0
+    merged, shop, library = (read_adapter(path).modules for path in (tmp_path / "merged", *pair))
+    for name, item in merged.items():
+        value = name.endswith("value")
+        mean = (shop[name].delta() * (2 if value else 1) + library[name].delta()) / 2
+        torch.testing.assert_close(item.delta(), mean * (1 if value else 0.5), rtol=1e-5, atol=1e-6)
+
+
+def classified(folder, base, seed, classes):
+    """Train nothing, but save what PEFT saves of a text classifier: LoRA and the head."""
+    config = AutoModel.from_pretrained(base).config
+    config.num_labels = classes
+    torch.manual_seed(seed)
+    model = get_peft_model(
+        BertForSequenceClassification(config), LoraConfig(r=2, target_modules=TARGETS, task_type="SEQ_CLS")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.3)
+    model.save_pretrained(folder)
+    change_config(folder, base_model_name_or_path=str(base))
+    return folder
+
+
+def test_classifier_heads_are_kept_per_party_and_loaded_into_the_merged_model(dpmerge, base, tmp_path):
+    """A merge with one party alone gives back its classifier, logits and all; of two, each keeps its own classes."""
+    shop, library = (classified(tmp_path / name, base, c, c) for name, c in (("shop", 2), ("library", 3)))
+    assert dpmerge(shop, "--method", "average", "--out", tmp_path / "alone")[0] == 0
+    assert dpmerge(shop, library, "--method", "average", "--out", tmp_path / "merged")[0] == 0
+    config = AutoModel.from_pretrained(base).config
+    config.num_labels = 2
+    torch.manual_seed(7)
+    blank = BertForSequenceClassification(config).eval()
+    x = torch.tensor([[2, 5, 9, 3]])
+    own = PeftModel.from_pretrained(copy.deepcopy(blank), shop).eval()
+    alone = PeftModel.from_pretrained(copy.deepcopy(blank), tmp_path / "alone").eval()
+    assert load_head(alone, tmp_path / "alone", "shop") == [
+        "base_model.model.classifier.bias", "base_model.model.classifier.weight",
+    ]  # fmt: skip
+    torch.testing.assert_close(alone(input_ids=x).logits, own(input_ids=x).logits, rtol=1e-5, atol=1e-6)
+    merged = PeftModel.from_pretrained(copy.deepcopy(blank), tmp_path / "merged")
+    load_head(merged, tmp_path / "merged", "shop")
+    with pytest.raises(DpmergeError, match="open the base model with a head of the party's number of classes"):
+        load_head(merged, tmp_path / "merged", "library")
+    with pytest.raises(DpmergeError, match="has no head of 'cinema'; it has those of library, shop"):
+        load_head(merged, tmp_path / "merged", "cinema")
+    assert "load_head" in (tmp_path / "merged" / "README.md").read_text()
+
+
+def test_a_warning_is_on_stderr_and_in_the_answer(dpmerge, base, tmp_path):
+    still = adapter(tmp_path / "still", base, 1, lora_alpha=0)
+    code, out, err = dpmerge(still, "--method", "average", "--out", tmp_path / "merged", "--format", "json")
+    assert code == 0
+    assert err.startswith("warning: still: lora_alpha = 0 for encoder.layer.0")
+    assert [f"warning: {line}" for line in json.loads(out)["warnings"]] == err.splitlines()
+
+
 def test_what_goes_around_a_method_is_recorded(dpmerge, pair, tmp_path):
     around = ("--core", "--denoise", "--robust", "clip", "--layer-scale", "query=.5", "--device", "cpu")
     assert dpmerge(*pair, "--method", "ties", "--rank", 2, *around, "--out", tmp_path / "merged")[0] == 0
@@ -320,6 +389,7 @@ def test_what_goes_around_a_method_is_recorded(dpmerge, pair, tmp_path):
         "denoise": True,
         "robust": "clip",
         "layer_scales": {"query": 0.5},
+        "party_layer_scales": {},
         "rank": 2,
         "device": "cpu",
     }
@@ -410,16 +480,25 @@ BROKEN: dict[str, tuple[Any, list[str]]] = {
     "pickle": (pickle_only, ["holds only pickled weights (adapter_model.bin)"]),
     "truncated": (truncate, ["bad: adapter_model.safetensors", "[truncated]"]),
     "NaN": (lambda f: change_tensors(f, poison), ["bad: ", "adapter_model.safetensors", FIRST]),
-    "DoRA": (lambda f: change_config(f, use_dora=True), ["bad: use_dora = True"]),
+    "DoRA": (
+        lambda f: change_config(f, use_dora=True),
+        ["bad: encoder.layer.0.attention.self.query is without lengths under DoRA"],
+    ),
     "bias": (lambda f: change_config(f, bias="lora_only"), ["bad: ", "bias = 'lora_only'"]),
     "LoRA bias": (lambda f: change_config(f, lora_bias=True), ["bad: lora_bias = True"]),
     "modules to save": (lambda f: change_config(f, modules_to_save=["pooler"]), ["bad: modules_to_save"]),
-    "embedding": (lambda f: change_tensors(f, embedding), ["bad: ", "lora_embedding_A"]),
+    "embedding": (
+        lambda f: change_tensors(f, embedding),
+        ["bad: ", "embeddings.word_embeddings"],
+    ),
     "not LoRA": (lambda f: change_config(f, peft_type="IA3"), ["bad: peft_type = 'IA3'"]),
     "half a pair": (lambda f: change_tensors(f, drop_b), ["bad: ", "lora_A"]),
     "another shape": (lambda f: change_tensors(f, widen), [f"bad: {FIRST} is (8, 16) but (8, 8) at shop, library"]),
     "another rank": (lambda f: change_config(f, r=5), [f"bad: {FIRST} has A (2, 8)"]),
-    "another base": (lambda f: change_config(f, base_model_name_or_path="x/other"), ["bad: base model other but tiny"]),
+    "another base": (
+        lambda f: change_config(f, base_model_name_or_path="x/other"),
+        ["bad: base model x/other but tiny"],
+    ),
     "no base": (lambda f: change_config(f, base_model_name_or_path=""), ["bad: names no base model"]),
     "null for a base": (lambda f: change_config(f, base_model_name_or_path=None), ["bad: names no base model"]),
     "a change beyond fp32": (

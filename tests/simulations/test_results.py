@@ -97,6 +97,7 @@ def test_json_has_the_keys_of_schema_1():
         "units",
         "reduced",
         "regressions",
+        "warnings",
     } <= set(tables)
     assert {
         "party",
@@ -117,6 +118,21 @@ def test_json_has_the_keys_of_schema_1():
         "private"
     }
     assert numbers <= set(UNITS)
+
+
+def test_a_party_that_uses_under_half_of_its_records_is_a_warning():
+    reason = "3 x no label (first: line 4)"
+    enough, few = party(num_train=3, num_dropped=3), party("few", num_train=2, num_dropped=3, dropped=(reason,))
+    none = party("none", num_train=0, num_dropped=0)
+    found = results(enough, few, none, FAILED)
+    assert [warning.split(";")[0] for warning in found.warnings] == [
+        "few: 2 of 5 records can be used",
+        "none: 0 of 0 records can be used",
+    ]
+    assert found.to_dict()["warnings"] == list(found.warnings)
+    lines = closing_lines(found)
+    assert f"few: not used: {reason}" in lines
+    assert set(found.warnings) <= set(lines)
 
 
 def test_results_survive_the_folder(tmp_path):

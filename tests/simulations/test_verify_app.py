@@ -18,7 +18,7 @@ NOW = datetime(2026, 3, 1, tzinfo=UTC)
 @pytest.fixture
 def site(tmp_path):
     """A release that was paid for, signed, received: release/, ledger.jsonl, receipt.json and keys.toml."""
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     ledger.reserve(dataset="reviews", binding="earlier", charge=dict(statement()))
     reservation = ledger.reserve(dataset="reviews", binding="b", charge=dict(statement()))
     files = signed_files(ledger_head=ledger.head())
@@ -155,7 +155,7 @@ def test_no_party_signs_its_own_receipt(site):
 
 
 def test_a_second_release_on_a_charge_that_paid_for_the_first_fails(tmp_path):
-    ledger, charge = Ledger(tmp_path / "ledger.jsonl"), json.loads(json.dumps(statement()))
+    ledger, charge = Ledger(tmp_path / "ledger.jsonl").create(), json.loads(json.dumps(statement()))
     reservation = ledger.reserve(dataset="reviews", binding="b", charge=charge)
     told = [check_against_release(ledger.lines(), ledger.head(), charge, "2" * 64)[-1]]  # a crash: not yet recorded
     ledger.released(reservation, "1" * 64)
@@ -164,29 +164,76 @@ def test_a_second_release_on_a_charge_that_paid_for_the_first_fails(tmp_path):
 
 
 def test_a_ledger_that_charged_something_else_fails(dpmerge, tmp_path):
-    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger = Ledger(tmp_path / "ledger.jsonl").create()
     ledger.reserve(dataset="reviews", binding="b", charge={**statement(), "epsilon": 0.01})
     write_files(tmp_path / "release", signed_files(ledger_head=ledger.head()))
     code, out, _ = dpmerge("ledger", "verify", tmp_path, "--against", tmp_path / "release", "--format", "json")
     assert (code, verdicts(out, "ledger")[1]["ledger charge"]) == (1, "FAIL")
 
 
-def test_charges_are_shown_and_composed(dpmerge, site, monkeypatch):
-    monkeypatch.setenv("DPMERGE_STATE", str(site / "state"))
-    assert dpmerge("ledger", "show")[1] == "no ledger yet\n"
+POLICY = f"""
+schema = 1
+state = "state"
+base_models = ["{"c" * 64}"]
+server_keys = ["{SERVER_KEY.public}"]
+[dataset.reviews]
+data = "reviews.csv"
+epsilon_cap = 5.0
+delta = 1e-5
+[dataset.questions]
+task = "trec6"
+epsilon_cap = 1.0
+delta = 1e-5
+"""
+
+
+def test_charges_are_shown_and_composed(dpmerge, site):
+    policy = site / "policy.toml"
+    policy.write_text(POLICY)
+    assert dpmerge("ledger", "show", "--policy", policy)[1] == "no ledger yet\n"
     (site / "state" / "ledgers").mkdir(parents=True)
     (site / "state" / "ledgers" / "reviews.jsonl").write_bytes((site / "ledger.jsonl").read_bytes())
-    assert "reviews: " in dpmerge("ledger", "show")[1]
-    charges = json.loads(dpmerge("ledger", "show", "reviews", "--format", "json")[1])["ledger"]["charges"]
+    assert "reviews: " in dpmerge("ledger", "show", "--policy", policy)[1]
+    of_site = ["reviews", "--policy", policy]
+    charges = json.loads(dpmerge("ledger", "show", *of_site, "--format", "json")[1])["ledger"]["charges"]
     assert [charge["state"] for charge in charges] == ["reserved", "released"]
-    assert "released" in dpmerge("ledger", "show", "reviews")[1]
+    assert "released" in dpmerge("ledger", "show", *of_site)[1]
     one, both = (
-        json.loads(dpmerge("ledger", "compose", "reviews", *chosen, "--format", "json")[1])["composition"]
+        json.loads(dpmerge("ledger", "compose", *of_site, *chosen, "--format", "json")[1])["composition"]
         for chosen in (["--reservation", charges[0]["reservation"][:8]], [])
     )
     assert (one["charges"], both["charges"], both["delta"]) == (1, 2, 1e-5)
     assert one["epsilon"] == pytest.approx(statement()["epsilon"], abs=1e-6)
     assert one["epsilon"] < both["epsilon"] < 2 * one["epsilon"]
-    assert dpmerge("ledger", "compose", "reviews", "--reservation", "")[0] == 2
-    code, _, err = dpmerge("ledger", "show", "review")
+    assert dpmerge("ledger", "compose", *of_site, "--reservation", "")[0] == 2
+    code, _, err = dpmerge("ledger", "show", "review", "--policy", policy)
     assert (code, "closest: reviews" in err) == (2, True)
+    for arguments in ([], ["reviews"]):  # no place is looked at that nobody named
+        assert dpmerge("ledger", "show", *arguments)[0] == 2
+
+
+def test_a_ledger_is_created_and_bound_by_its_owner_and_once(dpmerge, tmp_path):
+    policy, state = tmp_path / "policy.toml", tmp_path / "state" / "ledgers"
+    policy.write_text(POLICY)
+    assert dpmerge("ledger", "create", policy, "review")[0] == 2
+    assert not state.exists()
+    code, out, _ = dpmerge("ledger", "create", policy, "reviews", "--format", "json")
+    assert (code, json.loads(out)["ledgers"]) == (0, {"reviews": str(state / "reviews.jsonl")})
+    assert (state.stat().st_mode & 0o077, (state / "reviews.jsonl").stat().st_mode & 0o077) == (0, 0)
+    before = (state / "reviews.jsonl").read_bytes()
+    code, _, err = dpmerge("ledger", "create", policy, "reviews")
+    assert (code, "DPM-504" in err) == (2, True)
+    assert "questions" in dpmerge("ledger", "create", policy)[1]
+    assert "has a ledger" in dpmerge("ledger", "create", policy)[1]
+    assert (state / "reviews.jsonl").read_bytes() == before
+    assert dpmerge("ledger", "verify", "reviews", "--policy", policy)[0] == 0
+    assert "head" in dpmerge("ledger", "show", "reviews", "--policy", policy)[1]
+
+    policy.write_text(POLICY.replace("reviews.csv", "moved.csv"))
+    assert "moved.csv; before: reviews at" in dpmerge("ledger", "bind", policy, "reviews")[1]
+    assert Ledger(state / "reviews.jsonl").bound().place == str(tmp_path / "moved.csv")
+    dpmerge("ledger", "bind", policy, "reviews")
+    assert len(Ledger(state / "reviews.jsonl").entries()) == 2
+    (state / "questions.jsonl").unlink()
+    assert dpmerge("ledger", "bind", policy, "questions")[0] == 2
+    assert not (state / "questions.jsonl").exists()

@@ -7,17 +7,18 @@ from points import reach
 
 from dpmerge.client import app as app_module
 from dpmerge.client import party as party_module
-from dpmerge.client.app import Site, client_app
+from dpmerge.client.app import participant_app
 from dpmerge.common.config import load_federation, party_plan
+from dpmerge.simulations.flower import SimulatedSite
 from dpmerge.simulations.founding import found
 from dpmerge.simulations.verification import SERVER
 
 
-def site_of(context: Context) -> Site:
+def site_of(context: Context) -> SimulatedSite:
     folder, party = (Path(str(context.node_config["folder"])), str(context.node_config["party"]))
     watch(folder, party)
     founding = found(folder, [])
-    return Site(
+    return SimulatedSite(
         plan=party_plan(load_federation(folder / "federation.toml"), party),
         folder=folder / "parties" / party,
         num_threads=1,
@@ -62,4 +63,4 @@ def watch(folder: Path, party: str) -> None:
     app_module.run_party = noted_run_party
 
 
-app = client_app(site_of)
+app = participant_app(site_of)
