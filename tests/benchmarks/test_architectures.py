@@ -24,7 +24,7 @@ with pytest.MonkeyPatch.context() as patch:
 def test_an_architecture_is_right(name, tmp_path):
     errors = table.measure(name, tmp_path / "model")
     assert errors.split == 0.0  # the same arithmetic in the same order
-    assert errors.release == 0.0
+    assert errors.release < 1e-6  # rounding of the head and the pooling
     assert errors.gradients < (1e-5 if name in table.FLOAT32_ONLY else 1e-6), errors
 
 
