@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from dpmerge.client import app, party
-from dpmerge.client.app import Site, answer
+from dpmerge.client.app import answer
 from dpmerge.client.policy import open_account
 from dpmerge.client.preparation import Prepared, check_place, prepared
 from dpmerge.common.config import PartyPlan, parse_federation, party_plan
@@ -34,6 +34,7 @@ from dpmerge.common.signing import SigningKey
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.tabular.rows import MAX_RECORD_BYTES
 from dpmerge.common.wire import Terms
+from dpmerge.simulations.flower import SimulatedSite
 
 KEY = SigningKey(bytes(range(32)))
 FEDERATION = "hostile-1"
@@ -269,7 +270,7 @@ class Bench:
         place = Path(tempfile.mkdtemp(dir=self._folder))
         try:
             form.write(place / form.name, extra, at)
-            site = Site(
+            site = SimulatedSite(
                 plan=_plan(str(place / (form.path or form.name)), self._unit),
                 folder=place / "shop",
                 num_threads=1,

@@ -1,9 +1,11 @@
 """The claimed ε against what cannot be wrong: the closed form without sampling, quadrature with it."""
 
 import doctest
+import importlib
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +15,12 @@ from dpmerge.common.accounting import epsilon_pld
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.loss_distribution import Query, compose
 from dpmerge.common.mechanism import Mechanism
-from tests.common.closed_form import cases, exact_epsilon, shortfalls
 from tests.common.quadrature import exact_delta
+
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    _closed_form = importlib.import_module("closed_form")
+cases, exact_epsilon, shortfalls = _closed_form.cases, _closed_form.exact_epsilon, _closed_form.shortfalls
 
 
 def test_docstring_examples():
