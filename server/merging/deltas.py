@@ -8,7 +8,6 @@ the methods. Factors of a folder stay in their file until a method looks at them
 import hashlib
 import math
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +17,9 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.kinds import Unfit
+from dpmerge.common.merge_record import MERGE_RECORD
+from dpmerge.common.reading import names_in, read_file
 from dpmerge.common.release import (
     ADAPTER,
     CONFIG,
@@ -34,6 +36,7 @@ from dpmerge.common.release import (
     release_from_files,
     release_hash,
 )
+from dpmerge.common.statement_form import form_problem
 from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 from dpmerge.server.merging.peft_config import check_patterns, check_plain_lora, scaling
 from dpmerge.server.merging.stored import DTYPES, StoredTensor, frobenius, open_tensors
@@ -41,6 +44,9 @@ from dpmerge.server.merging.stored import DTYPES, StoredTensor, frobenius, open_
 Source = Tensor | StoredTensor
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # organisation/model
+
+MAX_NAMES = 10_000  # in an adapter's folder, which may hold checkpoints beside it
+MAX_HEAD_BYTES = 1 << 28
 
 LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever made it
 
@@ -179,38 +185,30 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     fix = "name a folder with a LoRA adapter in safetensors"
     if not folder.is_dir():
         raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
-    names = {path.name for path in folder.iterdir()}
+    names = set(names_in(folder, MAX_NAMES))
     if ADAPTER not in names or CONFIG not in names:
         pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
         problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
         raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE}
     origin = party or folder.name
-    for name in sorted(known):
-        _check_file(folder / name, f"{origin}: {name}")
-    files = {name: (folder / name).read_bytes() for name in known - {ADAPTER}}
-    released = STATEMENT in files or MERGE in files
+    released = STATEMENT in known or MERGE in known
     if released:
         check_names(known, origin)
-    tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",) if released else tuple(DTYPES))
+    links = not released  # in the cache of the hub every file is a link; a release has none
+    most = {HEAD: MAX_HEAD_BYTES}
+    files = {
+        name: read_file(folder / name, most.get(name, MAX_JSON_BYTES), links=links)
+        for name in sorted(known - {ADAPTER})
+    }
+    dtypes = ("F32",) if released else tuple(DTYPES)
+    tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", dtypes, links=links)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     digest = hash_of_hashes(hashes | {ADAPTER: sha256})
     if released:
         return _of_release(release_around({}, files, origin), tensors, origin, digest)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
     return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
-
-
-def _check_file(path: Path, origin: str) -> None:
-    """Refuse what could be read for ever, a pipe, a socket or a device, and JSON that is too long before it is read.
-
-    A link to a file is a file, as in the cache of the hub.
-    """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise DpmergeError("DPM-402", f"{origin} is no regular file", "copy the adapter's files into a folder")
-    if path.suffix == ".json" and about.st_size > MAX_JSON_BYTES:
-        raise ReleaseRefused("size", f"{origin}: {about.st_size} bytes", f"keep it under {MAX_JSON_BYTES} bytes")
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
@@ -237,9 +235,30 @@ def _of_release(release: Release, tensors: Mapping[str, Source], party: str, dig
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
     factors = lora_factors(tensors, release.adapter_config, party)
+    _check_statement(release, tensors, party)
     stated = (release.statement or release.merge or {}).get("base_sha256")
     base_sha256 = stated if isinstance(stated, str) else None
     return Adapter(party, factors, release.adapter_config, digest, base_sha256, release.statement, release.heads)
+
+
+def _check_statement(release: Release, tensors: Mapping[str, Source], party: str) -> None:
+    """Refuse values of other kinds than a statement's or a merge record's, before anything is made of them.
+
+    So is a statement of more noised values than the release has: what replays its noise makes room for them.
+    """
+    fix = "send the folder as dpmerge wrote it"
+    if problem := form_problem(release.statement):
+        raise ReleaseRefused("statement-inconsistent", f"{party}: {STATEMENT}: {problem}", fix)
+    try:
+        MERGE_RECORD(release.merge, MERGE) if release.merge is not None else None
+    except Unfit as error:
+        raise ReleaseRefused("config", f"{party}: {error}", fix) from error
+    stated = release.statement.get("num_coordinates", 0)
+    held = sum(math.prod(source.shape) for source in tensors.values())
+    held += sum(t.numel() for head in release.heads.values() for t in (head.weight, head.bias) if t is not None)
+    if stated > held:
+        problem = f"{party}: {STATEMENT}: num_coordinates = {stated}, but the release has {held} values"
+        raise ReleaseRefused("statement-inconsistent", problem, fix)
 
 
 def lora_factors(tensors: Mapping[str, Source], config: Mapping[str, Any], party: str) -> dict[str, Factors]:

@@ -125,7 +125,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "head NaN": ("non-finite", put("shop.bias", torch.tensor([0.0, math.nan]), HEAD)),
     "head of a third party": ("unknown-key", put("bank.weight", torch.zeros(2, 5), HEAD)),
     "forged epsilon": ("statement-inconsistent", edit(STATEMENT, epsilon=0.1)),
-    "epsilon as a string": ("epsilon-above-plan", edit(STATEMENT, epsilon="1")),
+    "epsilon as a string": ("statement-inconsistent", edit(STATEMENT, epsilon="1")),
     "epsilon missing": ("epsilon-above-plan", edit(STATEMENT, epsilon=None)),
     "epsilon above the plan": ("epsilon-above-plan", edit(STATEMENT, epsilon=2.5)),
     "less noise": ("statement-inconsistent", edit(STATEMENT, noise_multiplier=0.9)),
