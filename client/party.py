@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +37,7 @@ from dpmerge.common.activations import Activations
 from dpmerge.common.alignment import LoraView
 from dpmerge.common.config import FileSource, PartyPlan, TaskSource
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import append_file
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapter_config
 from dpmerge.common.public_corpus import PublicCorpus, overlaps, public_corpus
@@ -248,9 +248,7 @@ def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: 
 
 def append_log(folder: Path, text: str) -> None:
     """Append to the party's own log, readable by its owner only."""
-    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a") as log:
-        log.write(text)
+    append_file(folder / "party.log", text)
 
 
 def _statement(

@@ -16,9 +16,12 @@ from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import replace_file
+from dpmerge.common.files import real_folder, replace_file
+from dpmerge.common.reading import MAX_FOLDER_BYTES, read_file
 from dpmerge.common.release import release_hash, write_files
 from dpmerge.common.untrusted import ReleaseRefused
+
+MAX_ENTRY_BYTES = 4096
 
 
 class Spool:
@@ -33,7 +36,7 @@ class Spool:
             folder / name for name in ("releases", "parties", "withdrawn")
         )
         for place in (self._releases, self._parties, self._withdrawn):
-            place.mkdir(parents=True, exist_ok=True)
+            real_folder(place)
         self._lock = FileLock(folder / ".lock")
 
     def accept(self, party: str, files: Mapping[str, bytes]) -> str:
@@ -49,7 +52,7 @@ class Spool:
         with self._lock:
             if self.holds(party, files):
                 return digest
-            present = self.hashes().get(party)
+            present = self.find(party)
             if present is not None:
                 problem = f"{party}: sent {digest[:12]} but other bytes, {present[:12]}, were accepted before"
                 raise ReleaseRefused("second-release", problem, "a party releases once; send the first bytes again")
@@ -66,7 +69,7 @@ class Spool:
             ReleaseRefused: corrupted, when the stored bytes are no longer those that were accepted.
         """
         digest = release_hash(files)
-        return self.hashes().get(party) == digest and self._files(party, digest) == dict(files)
+        return self.find(party) == digest and self._files(party, digest) == dict(files)
 
     def withdraw(self, party: str) -> None:
         """Keep a party's release out of every later merge; withdrawing it again changes nothing.
@@ -110,12 +113,17 @@ class Spool:
             self._files(party, digest)
         return {party: self._releases / digest for party, digest in chosen.items()}
 
+    def find(self, party: str) -> str | None:
+        """Return the hash of one party's release, withdrawn or not, without a look at the others'."""
+        path = self._parties / party
+        return _content(path) if PARTY_NAME.fullmatch(party) and path.is_file() else None
+
     def _hash(self, party: str) -> str:
-        hashes = self.hashes()
-        if party not in hashes:
-            known = ", ".join(hashes) or "no release"
+        digest = self.find(party)
+        if digest is None:
+            known = ", ".join(self.hashes()) or "no release"
             raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {known}")
-        return hashes[party]
+        return digest
 
     def _to_merge(self) -> dict[str, str]:
         withdrawn = self.withdrawn()
@@ -123,7 +131,10 @@ class Spool:
 
     def _files(self, party: str, digest: str) -> dict[str, bytes]:
         folder = self._releases / digest
-        files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.is_dir() else {}
+        try:
+            files = {path.name: read_file(path, MAX_FOLDER_BYTES) for path in sorted(folder.iterdir())}
+        except (FileNotFoundError, NotADirectoryError):
+            files = {}
         if release_hash(files) != digest:
             raise ReleaseRefused("corrupted", f"{party}: {folder}", "restore the spool, or ask the party to resend")
         return files
@@ -141,4 +152,8 @@ def open_spool(folder: Path) -> Spool:
 
 
 def _entries(folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in sorted(folder.iterdir()) if path.suffix != ".tmp"}
+    return {path.name: _content(path) for path in sorted(folder.iterdir()) if path.suffix != ".tmp"}
+
+
+def _content(path: Path) -> str:
+    return read_file(path, MAX_ENTRY_BYTES).decode("ascii", "replace")

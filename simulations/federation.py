@@ -96,6 +96,7 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
         receipts=Receipts(out / "receipts"),
         deadline=_deadline(founding, federation.intake),
         late=federation.intake.late,
+        loud=federation.intake.loud,
     )
     terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
     asked, collection = _asked(plans, reception, out), Collection()

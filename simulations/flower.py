@@ -22,6 +22,7 @@ from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Site, client_app
 from dpmerge.common.config import PartyPlan
+from dpmerge.common.files import append_file
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.reception import Reception
@@ -73,6 +74,7 @@ def collect(
             stop=stop,
             on_reply=progress.done,
             on_late=over.touch,
+            num_nodes=len(plans),
         )
         try:
             run_simulation(
@@ -149,6 +151,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in (*settings, "PYTHONPATH")}
     os.environ.update(settings)
+    append_file(log_file, "")  # refuses a link; the handler would follow it
     handler = logging.FileHandler(log_file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "ray")]

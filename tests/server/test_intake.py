@@ -207,7 +207,9 @@ def test_without_privacy_only_where_agreed(good: Files, expectation: Expectation
 
 def test_a_trained_a_is_bound_by_shape_only(good: Files, expectation: Expectation) -> None:
     files, agreed = scaled(A, 1.5)(good), replace(expectation, shared_a={})
-    validate("shop", edit(STATEMENT, num_coordinates=NUM_TRAINED + 2 * 5)(files), agreed)
+    trained = NUM_TRAINED + 2 * 5
+    charged = json.loads(files[STATEMENT])["sampler_delta"] * trained / NUM_TRAINED  # per noised value
+    validate("shop", edit(STATEMENT, num_coordinates=trained, sampler_delta=charged)(files), agreed)
     with pytest.raises(ReleaseRefused, match="num_coordinates = 20 is not 30"):
         validate("shop", files, agreed)
 
