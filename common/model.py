@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.assets import ASSETS, model_folder
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.own_code import NO_CODE, refuse_code
 from dpmerge.common.release import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -79,9 +80,10 @@ def load_base(name: str) -> Base:
     source = str(model_folder(name)) if is_alias else name
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    refuse_code(source)
     try:
-        encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        encoder = AutoModel.from_pretrained(source, dtype=torch.float32, **NO_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
     except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DpmergeError(

@@ -41,6 +41,11 @@ def loud(norms: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
+def loud_warnings(norms: Mapping[str, float]) -> list[str]:
+    """Return a sentence per loud party."""
+    return [words(party, norms[party], bound) for party, bound in loud(norms).items()]
+
+
 def words(party: str, norm: float, bound: float) -> str:
     """Return the warning."""
     return (

@@ -33,6 +33,8 @@ def show(
     """Show every charge and what became of it."""
     from rich.table import Table
 
+    from dpmerge.simulations.table import escape
+
     if name is None:
         names = site_ledgers()
         if output is Format.json:
@@ -50,7 +52,10 @@ def show(
         epsilon, delta = ("–" if row[key] is None else f"{row[key]:.6g}" for key in ("epsilon", "delta"))
         release = (row["release"] or "–")[:16]
         table.add_row(
-            row["dataset"], row["reservation"][:16], row["state"], epsilon, delta, row["unit"] or "–", release
+            *map(escape, (row["dataset"], row["reservation"][:16], row["state"])),
+            epsilon,
+            delta,
+            *map(escape, (str(row["unit"] or "–"), release)),
         )
     console().print(table)
     print(f"head {ledger.head()}")
