@@ -28,6 +28,8 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
     descriptor = os.open(temporary, flags, 0o666 if mode is None else mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, mode)  # whatever the umask leaves out
             file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
