@@ -250,10 +250,10 @@ def near(told: Any, wanted: Any, key: str) -> bool:
 
 STATEMENTS: dict[str, dict[str, Any]] = {
     "1e12 steps": {"num_steps": 10**12},
-    "a million steps": {"num_steps": 10**6},
-    "a million steps, little noise": {"num_steps": 10**6, "noise_multiplier": 0.07},
-    "a million steps, much noise": {"num_steps": 10**6, "noise_multiplier": 300.0, "epsilon": 1.0},
-    "tiny q": {"population": 10**10, "expected_batch_size": 1, "sampling_prob": 1e-10, "num_steps": 10**6},
+    "as many steps as are looked at": {"num_steps": 10**5},
+    "… with little noise": {"num_steps": 10**5, "noise_multiplier": 0.07},
+    "… with much noise": {"num_steps": 10**5, "noise_multiplier": 100.0, "epsilon": 1.0},
+    "tiny q": {"population": 10**10, "expected_batch_size": 1, "sampling_prob": 1e-10, "num_steps": 10**5},
     "whole batch": {"population": 128, "sampling_prob": 1.0, "num_steps": 10_000, "noise_multiplier": 100.0},
     "1e12 coordinates": {"num_coordinates": 10**12},
     "1e12 records": {"population": 10**12},
@@ -265,7 +265,7 @@ STATEMENTS: dict[str, dict[str, Any]] = {
         "ascent_sampling": "separate",
         "ascent_noise_multiplier": 1e9,
         "noise_multiplier": 0.0625,
-        "num_steps": 10**6,
+        "num_steps": 10**5,
     },
     "1e12 directions": {"subspace": {"k": 10**12}},
 }
@@ -321,7 +321,7 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.monotonic()
     figures = mutate(arguments.mutations or (1_000 if arguments.quick else 100_000), EXPECTATION)
-    few = ("1e12 steps", "1e12 coordinates", "a million steps, much noise")
+    few = ("1e12 steps", "1e12 coordinates", "… with much noise")
     figures |= statements({name: STATEMENTS[name] for name in few} if arguments.quick else STATEMENTS)
     figures["seconds"] = time.monotonic() - start
     environment = {"python": platform.python_version(), "torch": version("torch"), "machine": platform.machine()}

@@ -25,12 +25,12 @@ from dpmerge.common.kinds import (
 )
 from dpmerge.common.mechanism import CLIP_NORM_RANGE, AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
-MAX_STEPS = 10**6
+MAX_STEPS = 10**5
 MAX_POPULATION = 10**10
 MAX_COORDINATES = 10**10
 MAX_LABELS = 10_000
-MAX_LOSS_CELLS = 1 << 23
-"""Cells of a composed loss distribution that are worked through for a stranger: 64 MiB in float64."""
+MAX_LOSS_CELLS = 1 << 22
+"""Cells of a composed loss distribution that are worked through for a stranger: 32 MiB in float64."""
 
 _HASH = re.compile("[0-9a-f]{64}")
 _ACCOUNTANT = re.compile(r"dp-accounting [ -~]{1,50}")  # with its version: printable ASCII, at most 64 characters
