@@ -1,5 +1,6 @@
 """The one way in which a file of somebody else is opened: no link, no pipe or device, never more than a stated size."""
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,21 @@ MAX_FOLDER_BYTES = 1 << 30
 """Of the files of one folder that is read into memory; an adapter to be merged is left on disk and may have more."""
 
 
+class NoPlainFile(DpmergeError):
+    """A DPM-401 for a link, a folder, a pipe, a socket or a device."""
+
+    def __init__(self, path: Path, what: str = "is no regular file") -> None:
+        super().__init__("DPM-401", f"{path} {what}", "put the plain file itself there")
+
+
+class TooLarge(DpmergeError):
+    """A DPM-401 for a file of more bytes than are read."""
+
+    def __init__(self, path: Path, size: str, most: int) -> None:
+        super().__init__("DPM-401", f"{path}: {size} bytes", f"keep it under {most} bytes")
+        self.size = size
+
+
 @contextmanager
 def opened(path: Path, most: int, *, links: bool = False) -> Iterator[BinaryIO]:
     """Open a regular file of at most so many bytes, unbuffered; neither waits for a writer nor follows a link.
@@ -24,21 +40,25 @@ def opened(path: Path, most: int, *, links: bool = False) -> Iterator[BinaryIO]:
             the same.
 
     Raises:
-        DpmergeError: DPM-401 for a link, something that is no regular file, or too many bytes.
+        NoPlainFile: For a link, or something that is no regular file.
+        TooLarge: For too many bytes.
         OSError: If it cannot be opened.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
     except OSError as problem:
         if not links and path.is_symlink():
-            raise DpmergeError("DPM-401", f"{path} is a link", "put the file itself there") from None
-        raise problem
+            raise NoPlainFile(path, "is a link") from None
+        if problem.errno == errno.ENXIO:  # a socket, or a device that is not there
+            raise NoPlainFile(path) from None
+        raise
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise NoPlainFile(path)
     with os.fdopen(descriptor, "rb", buffering=0) as file:
-        about = os.fstat(descriptor)
-        if not stat.S_ISREG(about.st_mode):
-            raise DpmergeError("DPM-401", f"{path} is no regular file", "put a plain file there")
         if about.st_size > most:
-            raise DpmergeError("DPM-401", f"{path}: {about.st_size} bytes", f"keep it under {most} bytes")
+            raise TooLarge(path, str(about.st_size), most)
         yield file
 
 
@@ -50,7 +70,7 @@ def read_file(path: Path, most: int, *, links: bool = False) -> bytes:
             parts.append(part)
             left -= len(part)
     if not left:
-        raise DpmergeError("DPM-401", f"{path}: more than {most} bytes", f"keep it under {most} bytes")
+        raise TooLarge(path, f"more than {most}", most)
     return b"".join(parts)
 
 

@@ -33,7 +33,7 @@ from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import fsync_folder
 from dpmerge.common.kinds import Unfit, exactly, list_of, record, table_of, text
-from dpmerge.common.reading import MAX_FOLDER_BYTES, names_in, read_file
+from dpmerge.common.reading import MAX_FOLDER_BYTES, NoPlainFile, TooLarge, names_in, read_file
 from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
@@ -277,8 +277,9 @@ def release_files(folder: Path) -> dict[str, bytes]:
     check_names(names, str(folder))
     try:
         files = {name: read_file(folder / name, _MAX_BYTES.get(name, MAX_JSON_BYTES)) for name in names}
-    except DpmergeError as refusal:
-        raise ReleaseRefused("size" if "bytes" in refusal.problem else "path", refusal.problem, refusal.fix) from None
+    except (NoPlainFile, TooLarge) as refusal:
+        reason = "size" if isinstance(refusal, TooLarge) else "path"
+        raise ReleaseRefused(reason, refusal.problem, refusal.fix) from None
     except OSError as problem:
         fix = "check the path and the permissions"
         raise ReleaseRefused("missing-file", f"{folder} cannot be read: {problem.strerror}", fix) from None

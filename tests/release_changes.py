@@ -31,7 +31,7 @@ def edit(file: str, **values: Any) -> Callable[[Files], Files]:
 
 def written(value: object) -> bytes:
     """Return JSON in the one form in which a release has it."""
-    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode() + b"\n"
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def put(key: str, value: torch.Tensor, file: str = ADAPTER) -> Callable[[Files], Files]:

@@ -8,7 +8,8 @@ the methods. Factors of a folder stay in their file until a method looks at them
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.kinds import Unfit
 from dpmerge.common.merge_record import MERGE_RECORD
-from dpmerge.common.reading import names_in, read_file
+from dpmerge.common.reading import NoPlainFile, TooLarge, names_in, read_file
 from dpmerge.common.release import (
     ADAPTER,
     CONFIG,
@@ -196,19 +197,33 @@ def read_adapter(folder: Path, party: str | None = None) -> Adapter:
     if released:
         check_names(known, origin)
     links = not released  # in the cache of the hub every file is a link; a release has none
-    most = {HEAD: MAX_HEAD_BYTES}
-    files = {
-        name: read_file(folder / name, most.get(name, MAX_JSON_BYTES), links=links)
-        for name in sorted(known - {ADAPTER})
-    }
+    files = {name: _read(folder, name, origin, links=links) for name in sorted(known - {ADAPTER})}
     dtypes = ("F32",) if released else tuple(DTYPES)
-    tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", dtypes, links=links)
+    with _named(f"{origin}: {ADAPTER}"):
+        tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", dtypes, links=links)
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     digest = hash_of_hashes(hashes | {ADAPTER: sha256})
     if released:
         return _of_release(release_around({}, files, origin), tensors, origin, digest)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}")
     return Adapter(origin, lora_factors(tensors, config, origin), config, digest)
+
+
+def _read(folder: Path, name: str, origin: str, *, links: bool) -> bytes:
+    with _named(f"{origin}: {name}"):
+        return read_file(folder / name, MAX_HEAD_BYTES if name == HEAD else MAX_JSON_BYTES, links=links)
+
+
+@contextmanager
+def _named(origin: str) -> Iterator[None]:
+    """Say of a file that is not read whose it is."""
+    try:
+        yield
+    except NoPlainFile:
+        fix = "copy the adapter's files into a folder"
+        raise DpmergeError("DPM-402", f"{origin} is no regular file", fix) from None
+    except TooLarge as refusal:
+        raise ReleaseRefused("size", f"{origin}: {refusal.size} bytes", refusal.fix) from None
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
