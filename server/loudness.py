@@ -5,7 +5,7 @@ or restore one, follow the loudest. The median and the median absolute deviation
 usual, and no minority can move them far.
 
 >>> norms = {"a": 3.0, "b": 3.2, "c": 2.9, "d": 3.1, "e": 249.0}
->>> loud(norms)
+>>> {party: round(bound, 2) for party, bound in loud(norms).items()}
 {'e': 9.15}
 >>> loud({"a": 1.0, "b": 249.0})  # of two, nobody can say which is usual
 {}
