@@ -273,7 +273,7 @@ STATEMENTS: dict[str, dict[str, Any]] = {
 
 def statements(chosen: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Send hostile statements through both commands, each in its own process; return the worst time and memory."""
-    seconds, memory = 0.0, 0.0
+    worst: tuple[float, ...] = (0.0, 0.0, 0.0)
     with tempfile.TemporaryDirectory() as scratch:
         for number, (name, changes) in enumerate(chosen.items()):
             folder = Path(scratch) / f"r{number}"
@@ -285,10 +285,11 @@ def statements(chosen: dict[str, dict[str, Any]]) -> dict[str, float]:
                     (folder / file).write_bytes(data)
             out = str(Path(scratch) / f"m{number}")
             for arguments in (["verify", str(folder)], ["merge", str(folder), "--out", out]):
-                took, used = run(arguments)
-                print(f"{name}: {arguments[0]} {took:.1f} s, {used:.0f} MiB", file=sys.stderr)
-                seconds, memory = max(seconds, took), max(memory, used)
-    return {"statements": len(chosen), "statement_seconds_max": seconds, "statement_rss_mib_max": memory}
+                found = run(arguments)
+                print(f"{name}: {arguments[0]} {found[0]:.1f} s, {found[2]:.0f} MiB", file=sys.stderr)
+                worst = tuple(map(max, worst, found))
+    names = ("statement_seconds_max", "statement_processor_seconds_max", "statement_rss_mib_max")
+    return {"statements": len(chosen), **dict(zip(names, worst, strict=True))}
 
 
 MEASURED = """
@@ -297,16 +298,17 @@ start = time.monotonic()
 try:
     subprocess.run(sys.argv[1:], capture_output=True, timeout=120)
 finally:
-    print(time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(time.monotonic() - start, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 """
 
 
-def run(arguments: list[str]) -> tuple[float, float]:
-    """Return seconds and peak MiB of one command; one that takes two minutes is ended."""
+def run(arguments: list[str]) -> tuple[float, float, float]:
+    """Return seconds, processor seconds and peak MiB of one command; one that takes two minutes is ended."""
     command = [str(Path(sys.executable).parent / "dpmerge"), *arguments]
     done = subprocess.run([sys.executable, "-c", MEASURED, *command], capture_output=True, text=True, check=False)
-    took, used = done.stdout.split()
-    return float(took), float(used)
+    took, worked, used = map(float, done.stdout.split())
+    return took, worked, used
 
 
 def peak_rss_mib() -> float:
