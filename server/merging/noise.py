@@ -15,7 +15,7 @@ from dpmerge.server.noise_share import noise_share
 
 MODEL_ERROR = 0.01  # what replaying the optimizer on pure noise may be off by, relative to the noise's energy
 MAX_REPLAY = 1 << 28
-"""Steps times coordinates, and 10,000 of these for what a step costs by itself, that are replayed for a statement."""
+"""Coordinates times steps that are replayed for a statement; a step by itself counts as 10,000 coordinates."""
 RELATIVE_ZERO = 1e-6  # of the largest singular value; factors are fp32
 
 
