@@ -16,8 +16,8 @@ MAX_NAME = 200
 """Characters of a text and of a name; whatever is longer is cut, visibly."""
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-_MARKDOWN = re.compile(r"([\\`*_{}\[\]()<>|#!~&:])")
-_DOT_OF_LINK = re.compile(r"(?i)\b(www)\.")
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>|#~&@]|(?i:(?<=www)\.|:(?=//)|(?<=mailto):))")
+"""What marks text up, and the one character without which a bare address is no link."""
 
 
 def shown(text: object, most: int = MAX_NAME) -> str:
@@ -61,10 +61,9 @@ def markdown(text: object, most: int = MAX_TEXT) -> str:
     r"""Return foreign text for a Markdown document, where it is a text and nothing else: no HTML, link, image, table.
 
     >>> markdown("a|b <i>"), markdown("![x](http://y)")
-    ('a\\|b \\<i\\>', '\\!\\[x\\]\\(http\\://y\\)')
+    ('a\\|b \\<i\\>', '!\\[x\\](http\\://y)')
     """
-    plain = _MARKDOWN.sub(r"\\\1", shown(" ".join(str(text).split()), most))
-    return _DOT_OF_LINK.sub(r"\1\.", plain)
+    return _MARKDOWN.sub(r"\\\1", shown(" ".join(str(text).split()), most))
 
 
 def code(text: object, most: int = MAX_NAME) -> str:
