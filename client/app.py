@@ -15,6 +15,7 @@ from filelock import Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from dpmerge.client.introduction import hello, with_report
 from dpmerge.client.outbox import Signer, close
 from dpmerge.client.party import run_party
 from dpmerge.client.policy import Policy, account_of
@@ -23,10 +24,21 @@ from dpmerge.common.config import PartyPlan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.files import make_folder, replace_file
 from dpmerge.common.model import load_base
+from dpmerge.common.shown import shown
 from dpmerge.common.signing import PublicKey, load_key
 from dpmerge.common.sources import terms_hash
 from dpmerge.common.split_encoder import INTERRUPTIONS, check_length
-from dpmerge.common.wire import Outcome, Terms, Verdict, pack_outcome, unpack_terms, unpack_verdict
+from dpmerge.common.wire import (
+    HELLO,
+    Outcome,
+    Terms,
+    Verdict,
+    pack_hello,
+    pack_outcome,
+    unpack_call,
+    unpack_terms,
+    unpack_verdict,
+)
 
 PUBLIC_CODES = frozenset(
     {"DPM-101", "DPM-102", "DPM-103", "DPM-104", "DPM-201", "DPM-202", "DPM-204", "DPM-501", "DPM-505"}
@@ -119,8 +131,15 @@ def participant_app(participant_of: Callable[[Context], Participant]) -> ClientA
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
-        site = participant_of(context)
-        return Message(pack_outcome(answer(site, unpack_terms(message.content))), reply_to=message)
+        site, terms = participant_of(context), unpack_terms(message.content)
+        outcome = with_report(answer(site, terms), site.federation, terms.challenge, lambda: load_key(site.key_file))
+        return Message(pack_outcome(outcome), reply_to=message)
+
+    @app.query(HELLO)  # type: ignore[untyped-decorator]
+    def introduce(message: Message, context: Context) -> Message:
+        site, call = participant_of(context), unpack_call(message.content)
+        signed = hello(site.plan.party, site.federation, call, lambda: load_key(site.key_file))
+        return Message(pack_hello(signed), reply_to=message)
 
     @app.query()  # type: ignore[untyped-decorator]
     def verdict(message: Message, context: Context) -> Message:
@@ -202,7 +221,7 @@ def settle(site: Participant, verdict: Verdict) -> bool:
     make_folder(site.folder, mode=0o700)
     try:
         if not verdict.receipt:
-            told = " ".join(f"{verdict.code}: {verdict.reason}"[:1000].split())
+            told = shown(f"{verdict.code}: {verdict.reason}", 1000)
             append_log(site.folder, f"the server refused the release: {told}\n")
             return False
         close(site.folder, verdict.receipt, account_of(site.plan, site.folder, site.rules), site.receipt_keys)

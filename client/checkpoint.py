@@ -50,7 +50,7 @@ def save_checkpoint(path: Path, state: TrainingState, binding: str) -> None:
         "basis_sha256": None if state.subspace is None else state.subspace.basis_sha256,
     }
     data = save({k: v.contiguous() for k, v in tensors.items()}, metadata={"dpmerge": json.dumps(text)})
-    old = path.open("r+b") if path.exists() else None
+    old = _own(path) if path.exists() and not path.is_symlink() else None
     replace_file(path, data, mode=0o600, durable=True)
     if old is not None:
         with old:
@@ -103,10 +103,17 @@ def erase(path: Path) -> None:
     Overwriting is best effort on journaling or flash storage.
     """
     for file_path in (path, temporary_of(path)):
-        if file_path.exists():
-            with file_path.open("r+b") as file:
+        if file_path.is_symlink():
+            file_path.unlink()  # what it leads to is nothing of ours
+        elif file_path.exists():
+            with _own(file_path) as file:
                 _zero(file)
             file_path.unlink()
+
+
+def _own(path: Path) -> BinaryIO:
+    """Open a file to overwrite it, never through a link."""
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b")
 
 
 def _zero(file: BinaryIO) -> None:

@@ -4,7 +4,6 @@ The order follows NIST SP 800-226: what is promised to whom, by which mechanism 
 and what is not protected. The table is enough to recompute the claim (tier 3 of OpenDP's registry of deployments).
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from dpmerge.common.manifest import Manifest
 from dpmerge.common.release import README
+from dpmerge.common.shown import code
+from dpmerge.common.shown import markdown as escaped
 from dpmerge.common.statement import READING, sentence
 
 CANNOT_BE_CHECKED = (
@@ -55,18 +56,9 @@ def release_card(statement: Mapping[str, Any], manifest: Manifest, *, base_model
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"))
 
 
-def escaped(text: str) -> str:
-    r"""Keep a text that somebody else chose from being read as Markdown or HTML.
-
-    >>> escaped("a|b <i>")
-    'a\\|b \\<i\\>'
-    """
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))
-
-
 def _what(statement: Mapping[str, Any], manifest: Manifest, base_model: str | None) -> str:
     labels = ", ".join(map(escaped, statement["labels"]))
-    base = "the base model" if base_model is None else f"`{escaped(base_model)}`"
+    base = "the base model" if base_model is None else code(base_model)
     return (
         f"A LoRA adapter on {base} (SHA-256 `{manifest.base_sha256}`), with a head for {len(statement['labels'])} "
         f"classes: {labels}. Released once, to be merged with the adapters of other parties.\n\n"

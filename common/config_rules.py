@@ -14,8 +14,12 @@ S = TypeVar("S")
 
 MAX_INTEGER = 2**53 - 1  # the largest whole number that canonical JSON (RFC 8785) keeps exact
 
-PARTY_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
-"""What a party may be called: a configuration accepts no name that a release would refuse."""
+PARTY_NAME = re.compile(r"(?!(?:con|prn|aux|nul|com[0-9]|lpt[0-9])$)[a-z0-9][a-z0-9_-]{0,62}")
+"""What a party may be called: a configuration accepts no name that a release would refuse.
+
+The names left out are devices wherever Windows looks at a file name, with any ending; folders and files are named after
+parties.
+"""
 
 
 class Refused(DpmergeError):

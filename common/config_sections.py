@@ -41,6 +41,7 @@ Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Semantics = Literal["paper", "peft", "mergekit"]
 Robust = Literal["clip", "median"]
 Late = Literal["keep", "refuse"]
+Loud = Literal["warn", "refuse"]
 
 # What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
 # Methods that need statistics of public texts are no choice in a federation file, which has no key for such texts.
@@ -292,6 +293,13 @@ class IntakeSettings:
     late: Late = field(
         default="keep",
         metadata=_meta(choice(*get_args(Late)), "A release after the deadline is for the next merge, or is refused."),
+    )
+    loud: Loud = field(
+        default="warn",
+        metadata=_meta(
+            choice(*get_args(Loud)),
+            "A release far above the median norm of those accepted before: taken with a warning, or refused.",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -8,6 +8,8 @@ is a defect.
 import difflib
 from collections.abc import Iterable
 
+from dpmerge.common.shown import MAX_TEXT, shown
+
 CODES = {
     "DPM-101": "configuration cannot be read",
     "DPM-102": "configuration key unknown",
@@ -43,6 +45,8 @@ CODES = {
 class DpmergeError(Exception):
     """A refusal with a stable code, one sentence that names what and where, and one fix.
 
+    Sentence and fix may quote what somebody else wrote: they are made safe to print here, once for all.
+
     >>> print(DpmergeError("DPM-103", "lora.rank = 0 is not a positive integer", "choose a rank of at least 1"))
     DPM-103: lora.rank = 0 is not a positive integer; choose a rank of at least 1
     """
@@ -50,8 +54,8 @@ class DpmergeError(Exception):
     def __init__(self, code: str, problem: str, fix: str) -> None:
         if code not in CODES:
             raise ValueError(f"Expected code={code!r} to be one of {sorted(CODES)}.")
-        super().__init__(f"{code}: {problem}; {fix}")
-        self.code, self.problem, self.fix = code, problem, fix
+        self.code, self.problem, self.fix = code, shown(problem, MAX_TEXT), shown(fix, MAX_TEXT)
+        super().__init__(f"{code}: {self.problem}; {self.fix}")
 
     def __reduce__(self) -> tuple[type["DpmergeError"], tuple[str, str, str]]:
         return DpmergeError, (self.code, self.problem, self.fix)  # survives the trip between Ray's processes

@@ -15,6 +15,8 @@ NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
     """Write a file beside its place, then rename it there; a failure leaves what stood there before.
 
+    No link is written through, neither at the place, which the rename replaces, nor at the temporary file's.
+
     One writer at a time: the temporary file is named after the path.
 
     Args:
@@ -27,11 +29,13 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
         OSError: If the file cannot be written.
     """
     temporary = temporary_of(path)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666 if mode is None else mode)
+    temporary.unlink(missing_ok=True)  # what an interrupted writer left, or a link that somebody laid there
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o666 if mode is None else mode)
     try:
         with naming(path), os.fdopen(descriptor, "wb") as file:
             if mode is not None:
-                os.fchmod(descriptor, mode)  # a file that an interrupted writer left keeps the rights it had
+                os.fchmod(descriptor, mode)  # whatever the umask leaves out
             file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
@@ -100,6 +104,30 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
     folder.mkdir(mode=mode, parents=True, exist_ok=True)
     for place in reversed(missing):
         fsync_folder(place.parent)
+
+
+def real_folder(path: Path, *, mode: int = 0o777) -> Path:
+    """Make a folder if need be, durably, and return it; a link in its place is refused, as others may have laid it.
+
+    Raises:
+        DpmergeError: DPM-301.
+    """
+    if not path.is_symlink():
+        make_folder(path, mode=mode)
+    if path.is_symlink():  # also one that came in between
+        raise DpmergeError("DPM-301", f"{path} is a link", "put a folder there; nothing is written through links")
+    return path
+
+
+def append_file(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Append to a file of one's own, made if need be; a link in its place is not followed.
+
+    Raises:
+        OSError: If it is a link, or cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, mode), "a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
 
 
 def fsync_folder(folder: Path) -> None:

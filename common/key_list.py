@@ -20,6 +20,8 @@ from typing import Any
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.kinds import same
+from dpmerge.common.reading import read_file
 from dpmerge.common.signing import SHA256, PublicKey, Sealed
 from dpmerge.common.untrusted import ReleaseRefused
 
@@ -77,15 +79,16 @@ def load_key_list(path: Path) -> KeyList:
         DpmergeError: DPM-205 if it cannot be read, has an unknown key, or lists something that is no key.
     """
     try:
-        with path.open("rb") as file:
-            tables = tomllib.loads(file.read(MAX_LIST_BYTES).decode())
+        tables = tomllib.loads(read_file(path, MAX_LIST_BYTES, links=True).decode())
+    except DpmergeError as refusal:
+        raise _refusal(refusal.problem) from None
     except (OSError, ValueError) as problem:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise _refusal(f"{path} cannot be read: {reason}") from None
     unknown = sorted(tables.keys() - {"schema", "keys", "revoked"})
     if unknown:
         raise _refusal(f"{path} has the unknown key {unknown[0]!r}")
-    if tables.get("schema") != 1 or not isinstance(tables.get("keys"), dict):
+    if not same(tables.get("schema"), 1) or not isinstance(tables.get("keys"), dict):
         raise _refusal(f"{path} lacks schema = 1 or the table [keys]")
     entries = tables.get("revoked", [])
     if not isinstance(entries, list):

@@ -26,6 +26,7 @@ from dpmerge.common.architecture import check_config, check_encoder, find_layers
 from dpmerge.common.assets import ASSETS, model_folder
 from dpmerge.common.attention import always_mask
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.own_code import NO_CODE, refuse_code
 from dpmerge.common.release import PEFT_PREFIX
 
 if TYPE_CHECKING:
@@ -82,11 +83,11 @@ def load_base(name: str) -> Base:
     source = str(model_folder(name)) if is_alias else name
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    refuse_code(source)
     try:
-        config = AutoConfig.from_pretrained(source)
-        check_config(config, name)
-        encoder = AutoModel.from_pretrained(source, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        check_config(AutoConfig.from_pretrained(source, **NO_CODE), name)
+        encoder = AutoModel.from_pretrained(source, dtype=torch.float32, **NO_CODE)
+        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
     except DpmergeError:
         raise
     except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it

@@ -13,6 +13,7 @@ from typing import Any
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.kinds import record, text
 from dpmerge.common.manifest import FEDERATION_ID, Manifest
 from dpmerge.common.signing import SHA256, PublicKey, Sealed, parse_sealed
 from dpmerge.common.untrusted import ReleaseRefused
@@ -80,11 +81,10 @@ def parse_receipt(data: bytes, origin: str) -> tuple[Receipt, Sealed]:
         sealed = parse_sealed(data, KIND, origin)
     except ReleaseRefused as refusal:
         raise DpmergeError("DPM-404", refusal.problem, _AGAIN) from refusal
-    if sealed.body.keys() != {field.name for field in fields(Receipt)}:
-        raise DpmergeError("DPM-404", f"{origin} lacks keys of a receipt, or has others", _AGAIN)
     try:
+        record({field.name: text(128) for field in fields(Receipt)})(sealed.body, KIND)
         return Receipt(**sealed.body), sealed
-    except ValueError as error:
+    except ValueError as error:  # an Unfit is one
         raise DpmergeError("DPM-404", f"{origin}: {error}", _AGAIN) from error
 
 

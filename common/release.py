@@ -34,6 +34,8 @@ from torch import Tensor
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import fsync_folder, make_folder, naming
+from dpmerge.common.kinds import Unfit, exactly, list_of, record, table_of, text
+from dpmerge.common.reading import MAX_FOLDER_BYTES, NoPlainFile, TooLarge, names_in, read_file
 from dpmerge.common.untrusted import MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 
 CONFIG, ADAPTER, HEAD = "adapter_config.json", "adapter_model.safetensors", "head.safetensors"
@@ -46,6 +48,26 @@ Kept = TypeVar("Kept")
 MERGED = "merged"  # stands for the party in a merged model, which is nobody's release
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
 PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adapter_model.safetensors`
+
+MAX_CARD_BYTES = 1 << 16
+MAX_PICTURE_BYTES = 1 << 26
+_MAX_BYTES = {ADAPTER: MAX_FOLDER_BYTES, HEAD: MAX_FOLDER_BYTES, README: MAX_CARD_BYTES, PICTURE: MAX_PICTURE_BYTES}
+
+
+def _scale(value: Any, path: str) -> None:
+    """Accept a positive number; canonical JSON writes 8.0 as 8."""
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise Unfit(f"{path} is not a positive number")
+
+
+_HEAD = record(
+    {
+        "kind": exactly("label-text", "linear"),
+        "labels": list_of(text(255), least=2, most=10_000),
+        "feature_scale": _scale,
+    }
+)
+_HEADS = table_of(text(63, PARTY_NAME), _HEAD, most=10_000)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +214,7 @@ def release_around(
         parse_json(files[name], f"{origin}: {name}", max_json_bytes) if name in files else None
         for name in (CONFIG, STATEMENT, MERGE)
     )
-    heads = _heads(tensors, parse_json(metadata.get("heads", "").encode(), f"{origin}: {HEAD}"), origin)
+    heads = _heads(tensors, _about(metadata, origin), origin)
     party = MERGED if statement is None else str(statement.get("party"))
     if not PARTY_NAME.fullmatch(party) or (statement is not None and set(heads) != {party}):
         raise ReleaseRefused("party-mismatch", f"{origin}: statement of {party!r}, heads of {sorted(heads)}", fix)
@@ -310,9 +332,17 @@ def release_files(folder: Path) -> dict[str, bytes]:
     """Read the bytes of a release folder, after its file names are checked."""
     if not folder.is_dir():
         raise ReleaseRefused("missing-file", f"{folder} is no folder", "name the folder of a release")
-    names = sorted(path.name for path in folder.iterdir())
+    names = names_in(folder, len(FILES))
     check_names(names, str(folder))
-    return {name: (folder / name).read_bytes() for name in names}
+    try:
+        files = {name: read_file(folder / name, _MAX_BYTES.get(name, MAX_JSON_BYTES)) for name in names}
+    except (NoPlainFile, TooLarge) as refusal:
+        reason = "size" if isinstance(refusal, TooLarge) else "path"
+        raise ReleaseRefused(reason, refusal.problem, refusal.fix) from None
+    except OSError as problem:
+        fix = "check the path and the permissions"
+        raise ReleaseRefused("missing-file", f"{folder} cannot be read: {problem.strerror}", fix) from None
+    return files
 
 
 def check_names(names: Collection[str], origin: str) -> None:
@@ -334,16 +364,23 @@ def check_names(names: Collection[str], origin: str) -> None:
             raise ReleaseRefused("missing-file", f"{origin}: {name}", "send the folder as dpmerge wrote it")
 
 
+def _about(metadata: dict[str, str], origin: str) -> dict[str, Any]:
+    """Return what the head's metadata says of its heads, which has one form only."""
+    where, written = f"{origin}: {HEAD}", metadata.get("heads", "").encode()
+    about = parse_json(written, where)
+    if metadata.keys() != {"heads"} or rfc8785.dumps(about) != written:
+        raise ReleaseRefused("head", f"{where}: its metadata is not in canonical form", "send it as dpmerge wrote it")
+    return about
+
+
 def _heads(tensors: dict[str, Tensor], about: dict[str, Any], origin: str) -> dict[str, Head]:
     heads = {}
     try:
+        _HEADS(about, "heads")
         for party, entry in about.items():
-            labels, scale = entry["labels"], entry["feature_scale"]
-            if type(scale) not in (int, float) or not isinstance(labels, list) or {*map(type, labels)} - {str}:
-                raise TypeError(f"feature_scale of {party} is not a number, or labels not a list of texts")
             weight, bias = tensors[f"{party}.weight"], tensors.get(f"{party}.bias")
-            heads[party] = Head(entry["kind"], tuple(labels), weight, bias, float(scale))
-    except (KeyError, TypeError, ValueError) as error:
+            heads[party] = Head(entry["kind"], tuple(entry["labels"]), weight, bias, float(entry["feature_scale"]))
+    except (KeyError, ValueError) as error:  # an Unfit is a ValueError
         raise ReleaseRefused("head", f"{origin}: {HEAD}: {error}", "send the file as dpmerge wrote it") from error
     known = {f"{party}.{part}" for party in heads for part in ("weight", "bias")}
     for key in tensors.keys() - known:

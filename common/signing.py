@@ -33,6 +33,8 @@ from cryptography.hazmat.primitives.serialization import (
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import fsync_folder
+from dpmerge.common.kinds import Unfit, exactly, record, table_of, text
+from dpmerge.common.kinds import plain as plain_json
 from dpmerge.common.untrusted import ReleaseRefused, parse_json
 
 SCHEMA = 1
@@ -44,6 +46,19 @@ MAX_SEALED_BYTES = 1 << 16
 SHA256 = re.compile(r"[0-9a-f]{64}")
 _PUBLIC = re.compile(r"ed25519:([0-9a-f]{64})")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
+_BODY = table_of(text(63), plain_json(most=1000, depth=8, longest=1000), most=32)
+
+_PRIME = 2**255 - 19
+_SMALL_ORDER = frozenset(
+    {
+        0,
+        1,
+        _PRIME - 1,
+        int.from_bytes(bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little"),
+        int.from_bytes(bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"), "little"),
+    }
+)
+"""The y of the eight points of order 1, 2, 4 and 8, two of which share each of the last three but one sign bit."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,9 @@ class PublicKey:
     def __post_init__(self) -> None:
         if len(self.raw) != KEY_BYTES:
             raise ValueError(f"Expected a public key of {len(self.raw)} bytes to have {KEY_BYTES}.")
+        y = int.from_bytes(self.raw, "little") & ((1 << 255) - 1)
+        if y >= _PRIME or y in _SMALL_ORDER:  # a second spelling of a key, or one that accepts forged signatures
+            raise ValueError(f"Expected the public key {self.raw.hex()} to be canonical and of large order.")
 
     @classmethod
     def parse(cls, text: str) -> "PublicKey":
@@ -71,7 +89,11 @@ class PublicKey:
         if match is None:
             fix = "write ed25519: and the 64 hex digits that its owner gives you"
             raise DpmergeError("DPM-205", f"{text[:80]!r} is no public key", fix)
-        return cls(bytes.fromhex(match[1]))
+        try:
+            return cls(bytes.fromhex(match[1]))
+        except ValueError as error:
+            fix = "have its owner make another key; signatures could be forged for this one"
+            raise DpmergeError("DPM-205", f"{text!r} is a weak public key", fix) from error
 
     @property
     def id(self) -> str:
@@ -195,17 +217,15 @@ def parse_sealed(data: bytes, kind: str, origin: str) -> Sealed:
     if len(data) > MAX_SEALED_BYTES:
         raise ReleaseRefused("size", f"{origin}: {len(data)} bytes", f"keep it under {MAX_SEALED_BYTES} bytes")
     value = parse_json(data, origin)
-    body, key_id, signature = value.get(kind), value.get("key_id"), value.get("signature")
-    is_whole = value.keys() == {"schema", kind, "key_id", "signature"} and value["schema"] == SCHEMA
-    is_hex = all(
-        isinstance(text, str) and pattern.fullmatch(text)
-        for text, pattern in ((key_id, SHA256), (signature, _SIGNATURE))
-    )
-    if not (is_whole and is_hex and isinstance(body, dict)):
-        raise ReleaseRefused("signature", f"{origin}: no {kind} of schema {SCHEMA} with key_id and signature", fix)
-    if not _is_canonical(value, data):
+    hashes = {"key_id": text(64, SHA256), "signature": text(128, _SIGNATURE)}
+    try:
+        record({"schema": exactly(SCHEMA), kind: _BODY, **hashes})(value, f"the {kind}")
+    except Unfit as error:
+        raise ReleaseRefused("signature", f"{origin}: {error}", fix) from error
+    sealed = Sealed(kind, value[kind], value["key_id"], bytes.fromhex(value["signature"]))
+    if not _is_form_of(data, sealed):
         raise ReleaseRefused("signature", f"{origin}: not in canonical form", fix)
-    return Sealed(kind, body, str(key_id), bytes.fromhex(str(signature)))
+    return sealed
 
 
 def _envelope(kind: str, body: Mapping[str, Any], key_id: str) -> dict[str, Any]:
@@ -216,8 +236,10 @@ def _message(kind: str, body: Mapping[str, Any], key_id: str) -> bytes:
     return rfc8785.dumps(_envelope(kind, body, key_id))
 
 
-def _is_canonical(value: dict[str, Any], data: bytes) -> bool:
+def _is_form_of(data: bytes, sealed: Sealed) -> bool:
+    """Whether the bytes are those in which `seal` would write what was understood."""
+    envelope = _envelope(sealed.kind, sealed.body, sealed.key_id)
     try:
-        return rfc8785.dumps(value) == data
+        return rfc8785.dumps(envelope | {"signature": sealed.signature.hex()}) == data
     except rfc8785.CanonicalizationError:  # an integer of exactly ±2**53
         return False

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from dpmerge.common.clip_grid import ClipGrid
 from dpmerge.common.config_subspace import AUTO, RANDOM, Clip, SubspaceSettings
+from dpmerge.common.kinds import same
 from dpmerge.common.mechanism import CLIP_NORM_RANGE
 from dpmerge.common.public_corpus import PublicCorpus, public_name
 from dpmerge.common.sizing import candidates
@@ -137,15 +138,16 @@ def _clip_problem(told: Mapping[str, Any], statement: Mapping[str, Any]) -> str 
 
 def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: object) -> str | None:
     """Return which key of a `subspace` the training settings do not lead to; what they leave out allows anything."""
-    same = {key: settings.get(key) for key in ("refresh_every_steps", "allocation", "clip")}
-    same["k"] = told["k"] if settings.get("k") == AUTO else settings.get("k")
-    same["public"] = None if settings.get("public") == RANDOM else settings.get("public")
-    same["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") in ("public", "quantile") else None
-    same["seed"] = told["seed"] if seed is None else seed
-    differing = [key for key, value in same.items() if told[key] != value]
-    if told["allocation"] != "public" and told["scales"] != [1.0, 1.0]:  # a history is of the steps to come
+    wanted = {key: settings.get(key) for key in ("refresh_every_steps", "allocation", "clip")}
+    wanted["k"] = told["k"] if settings.get("k") == AUTO else settings.get("k")
+    wanted["public"] = None if settings.get("public") == RANDOM else settings.get("public")
+    wanted["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") in ("public", "quantile") else None
+    wanted["seed"] = told["seed"] if seed is None else seed
+    differing = [key for key, value in wanted.items() if not same(told[key], value)]
+    if told["allocation"] != "public" and not same(told["scales"], [1.0, 1.0]):  # a history is of the steps to come
         differing.append("scales")
-    if told["num_public"] > settings.get("num_public", told["num_public"]):
+    most = settings.get("num_public", told["num_public"])
+    if type(most) is not int or told["num_public"] > most:
         differing.append("num_public")
     return f"subspace.{differing[0]} differs from the training settings" if differing else None
 
@@ -190,7 +192,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "allocation": lambda value: value in ("uniform", "public", "history"),
     "scales": _are_scales,
     "clip": lambda value: value in get_args(Clip),
-    "clip_quantile": lambda value: value is None or value == CLIP_QUANTILE,
+    "clip_quantile": lambda value: value is None or same(value, CLIP_QUANTILE),
 }
 
 _OPTIONAL_KINDS: Mapping[str, Callable[[Any], bool]] = {

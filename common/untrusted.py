@@ -22,6 +22,7 @@ MAX_JSON_DEPTH = 32
 MAX_JSON_INTEGER = 2**53  # beyond it not every integer is a float, and a larger one may not be any
 MAX_JSON_FLOAT = 1e308
 MAX_TENSOR_DIMENSIONS = 8  # torch itself stops at 64, with an error that no caller expects
+MAX_KEY = 1000  # characters of a tensor's name
 MAX_HEADER_BYTES = 1 << 20  # a 7-target adapter of an 80-layer model needs 200 kB
 MAX_LOCAL_JSON_BYTES = 32 << 20  # of files that the user has at hand: mixtures of experts adapt 20,000 modules
 MAX_LOCAL_HEADER_BYTES = 64 << 20  # safetensors itself stops at 100 MB
@@ -44,6 +45,7 @@ REASONS = {
     "missing-file": "a required file is not there",
     "size": "more bytes than the limit",
     "json": "not a plain JSON object: unreadable, nested too deeply, a repeated key, NaN, a huge number, no Unicode",
+    "form": "a file in other bytes than those in which its content is written",
     "header-too-large": "a safetensors header above the limit",
     "truncated": "a safetensors file whose bytes do not match its header",
     "config": "an adapter setting that differs from the federation's",
@@ -127,10 +129,13 @@ def parse_header(
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise ReleaseRefused("json", f"{origin}: __metadata__ is not an object of texts", fix)
     for key, entry in header.items():
+        if len(key) > MAX_KEY:
+            raise ReleaseRefused("unknown-key", f"{origin}: {key}", fix)
         dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        if dtype not in dtypes:
+        if not isinstance(dtype, str) or dtype not in dtypes:
             raise ReleaseRefused("dtype", f"{origin}: {key} is {dtype}", f"store it as {' or '.join(dtypes)}")
-        if not isinstance(shape, list) or len(shape) > MAX_TENSOR_DIMENSIONS or 0 in shape:
+        sizes = shape if isinstance(shape, list) else [0]
+        if len(sizes) > MAX_TENSOR_DIMENSIONS or not all(type(size) is int and size > 0 for size in sizes):
             # beside a 0 any size fits the file, and torch overflows on it; without one the parser counts the bytes
             problem = f"{origin}: {key} does not have at most {MAX_TENSOR_DIMENSIONS} dimensions, none of them empty"
             raise ReleaseRefused("shape", problem, fix)

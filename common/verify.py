@@ -13,12 +13,14 @@ from typing import Any, Literal
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import KeyList
+from dpmerge.common.kinds import same
 from dpmerge.common.large_delta import is_large
 from dpmerge.common.manifest import Manifest, check_hashes, manifest_of, parse_signature
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.release import SIGNATURE, Release, release_from_files
+from dpmerge.common.shown import MAX_TEXT, shown
 from dpmerge.common.signing import PublicKey, Sealed
-from dpmerge.common.statement import check_statement, mechanism_from_statement
+from dpmerge.common.statement import check_cost, check_statement, check_witnesses, mechanism_from_statement
 from dpmerge.common.untrusted import ReleaseRefused
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -29,11 +31,14 @@ EPSILON_TOLERANCE = 1e-4  # between two machines' FFTs
 
 @dataclass(frozen=True)
 class Check:
-    """One row of a verdict."""
+    """One row of a verdict; its detail may quote what somebody else wrote, and is made safe to show."""
 
     name: str
     status: Status
     detail: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "detail", shown(self.detail, MAX_TEXT))
 
 
 def verdict(checks: Iterable[Check]) -> Status:
@@ -87,6 +92,8 @@ def check_release(files: Mapping[str, bytes], trust: Trust) -> list[Check]:
         release = release_from_files(files)
     except DpmergeError as refusal:
         return [*checks, Check("format", "FAIL", refusal.problem)]
+    if problem := _labels_problem(release):
+        return [*checks, Check("format", "FAIL", problem)]
     checks.append(Check("format", "PASS", f"{len(release.adapter)} tensors, fp32 and finite"))
     if manifest is not None:
         checks.append(_meaning(manifest, release.statement))
@@ -132,6 +139,11 @@ def check_privacy(release: Release) -> list[Check]:
     ]
 
 
+def _labels_problem(release: Release) -> str | None:
+    labels = list(release.heads[release.party].labels)
+    return None if same(release.statement.get("labels"), labels) else "statement and head name other labels"
+
+
 def _claimed_party(sealed: Sealed) -> str:
     """Return whose release it claims to be: only to look up that party's key."""
     party = sealed.body.get("party")
@@ -150,6 +162,7 @@ def _epsilon(statement: Mapping[str, Any], mechanism: Mechanism) -> list[Check]:
     if not isinstance(claimed, int | float):
         return [Check("epsilon by PLD", "FAIL", f"epsilon = {claimed!r} is no number")]
     try:
+        check_cost(mechanism)
         found = cross_check(mechanism)
     except DpmergeError as refusal:
         return [Check("epsilon by PLD", "FAIL", refusal.problem)]
@@ -168,6 +181,7 @@ def _epsilon(statement: Mapping[str, Any], mechanism: Mechanism) -> list[Check]:
 def _consistency(statement: Mapping[str, Any]) -> Check:
     try:
         mechanism = check_statement(statement)
+        check_witnesses(statement, mechanism)
     except DpmergeError as refusal:
         return Check("statement", "FAIL", refusal.problem)
     asked = " + 1 for the clip norm" if mechanism.num_clip_queries else ""

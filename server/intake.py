@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.kinds import brief, same
 from dpmerge.common.release import (
     ADAPTER,
     CONFIG,
     FILES,
     HEAD,
+    MAX_CARD_BYTES,
     README,
     SIGNATURE,
     STATEMENT,
     Head,
     Release,
     release_from_files,
+    to_files,
 )
-from dpmerge.common.statement import check_statement, mechanism_from_statement
+from dpmerge.common.statement import check_statement, check_witnesses, mechanism_from_statement
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.merging.deltas import lora_factors
 from dpmerge.server.merging.lowrank import gram, total_norm
@@ -37,7 +40,6 @@ from dpmerge.server.merging.settings import SETTINGS, differing, shown
 
 CHECKED = frozenset({CONFIG, ADAPTER, HEAD, STATEMENT, SIGNATURE, README})
 """All that a party may send. The card is a text by the party, which is the only thing that its signature says of it."""
-MAX_CARD_BYTES = 1 << 16
 HEAD_TOLERANCE = 1e-3  # a label-text head is computed by each party; processors differ in the last digits
 RESEND = "train with the federation's settings and send that release"
 
@@ -111,6 +113,7 @@ def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -
     _check_norm(release, expectation)
     _check_head(release, terms.head, expectation.max_head_norm)
     _check_statement(release, terms, expectation)
+    _check_form(release, files)
     return release
 
 
@@ -172,8 +175,8 @@ def _check_norm(release: Release, expectation: Expectation) -> None:
 def _check_head(release: Release, expected: Head, max_norm: float) -> None:
     head, where = release.heads[release.party], f"{release.party}: {HEAD}"
     for name in ("kind", "labels", "feature_scale"):
-        if getattr(head, name) != getattr(expected, name):
-            problem = f"{where}: {name} = {getattr(head, name)!r} is not {getattr(expected, name)!r}"
+        if not same(getattr(head, name), getattr(expected, name)):
+            problem = f"{where}: {name} = {brief(getattr(head, name))} is not {brief(getattr(expected, name))}"
             raise ReleaseRefused("head", problem, RESEND)
     if head.weight.shape != expected.weight.shape or (head.bias is None) != (expected.bias is None):
         raise ReleaseRefused("head", f"{where}: weight {tuple(head.weight.shape)} or bias differs in shape", RESEND)
@@ -198,18 +201,27 @@ def _check_statement(release: Release, terms: PartyTerms, expectation: Expectati
     agreed = {"num_coordinates": _num_coordinates(terms.head, expectation), **terms.mechanism}
     for name, wanted in sorted(agreed.items()):
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
-        if statement.get(name) not in allowed:
-            problem = f"{where}: {name} = {statement.get(name)!r} is not {' or '.join(map(repr, allowed))}"
+        if not any(same(statement.get(name), value) for value in allowed):
+            words = " or ".join(map(brief, allowed[:8]))
+            problem = f"{where}: {name} = {brief(statement.get(name))} is not {words}"
             raise ReleaseRefused("statement-terms", problem, RESEND)
     epsilon = statement.get("epsilon")
-    if mechanism.private and not (isinstance(epsilon, float | int) and epsilon <= (terms.epsilon or 0.0)):
+    if mechanism.private and not (isinstance(epsilon, float) and epsilon <= (terms.epsilon or 0.0)):
         raise ReleaseRefused("epsilon-above-plan", f"{where}: epsilon = {epsilon} above {terms.epsilon}", RESEND)
     if not mechanism.private and terms.epsilon is not None:
         raise ReleaseRefused("statement-terms", f"{where}: not private", RESEND)
     try:
-        check_statement(statement)  # last: it composes the privacy loss again, which takes a second
+        check_statement(statement)  # last: these compose the privacy loss again, which takes a second
+        check_witnesses(statement, mechanism)
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
+
+
+def _check_form(release: Release, files: Mapping[str, bytes]) -> None:
+    """Refuse a release in other bytes than those in which its content is written: one release has one form."""
+    for name, data in to_files(release).items():
+        if files[name] != data:
+            raise ReleaseRefused("form", f"{release.party}: {name} is not written as dpmerge writes it", RESEND)
 
 
 def _num_coordinates(head: Head, expectation: Expectation) -> int:

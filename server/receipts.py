@@ -8,10 +8,11 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from dpmerge.common.files import make_durable, make_folder, replace_file
+from dpmerge.common.files import make_durable, real_folder, replace_file
 from dpmerge.common.manifest import Manifest
+from dpmerge.common.reading import read_file
 from dpmerge.common.receipt import KIND, Receipt, coarse, parse_receipt
-from dpmerge.common.signing import SigningKey, seal
+from dpmerge.common.signing import MAX_SEALED_BYTES, SigningKey, seal
 from dpmerge.common.untrusted import ReleaseRefused
 
 
@@ -46,13 +47,13 @@ class Receipts:
     """
 
     def __init__(self, folder: Path) -> None:
-        make_folder(folder)
+        real_folder(folder)
         self._folder, self._lock = folder, FileLock(folder / ".lock")
 
     def find(self, party: str) -> bytes | None:
         """Return the receipt that a party was given."""
         path = self._folder / f"{party}.json"
-        return path.read_bytes() if path.exists() else None
+        return read_file(path, MAX_SEALED_BYTES) if path.exists() else None
 
     def check(self, manifest: Manifest, manifest_sha256: str) -> None:
         """Refuse a manifest of a party that has a receipt for another one; changes nothing.

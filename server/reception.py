@@ -5,28 +5,32 @@ prove nothing: the signature covers every file, and for which federation they we
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from dpmerge.common.config_sections import Late
+from dpmerge.common.config_sections import Late, Loud
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import KeyList
 from dpmerge.common.manifest import check_signed, manifest_hash
 from dpmerge.common.receipt import parse_receipt
-from dpmerge.common.release import SIGNATURE, check_names
+from dpmerge.common.release import SIGNATURE, Release, check_names, release_from_files
 from dpmerge.common.signing import SigningKey
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server.intake import Expectation, check_size, validate
+from dpmerge.server.loudness import usual_bound, words
+from dpmerge.server.merging.deltas import lora_factors
+from dpmerge.server.merging.lowrank import total_norm
 from dpmerge.server.receipts import Receipts
 from dpmerge.server.spool import Spool
 
 
 @dataclass(frozen=True)
 class Received:
-    """A release that is on disk: the hash that names it in the spool, and the receipt for its sender."""
+    """A release that is on disk: its hash in the spool, the receipt for its sender, and what is odd about it."""
 
     sha256: str
     receipt: bytes
+    warning: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +46,8 @@ class Reception:
         receipts: Where receipts are kept.
         deadline: When releases are late, with time zone; None for never.
         late: Whether a late release is received all the same, or refused.
+        loud: Whether a release far larger than those accepted before it is received with a warning, or refused.
+        norms: Party → norm of its accepted weight change, of what this object has received.
     """
 
     federation: str
@@ -52,6 +58,8 @@ class Reception:
     receipts: Receipts
     deadline: datetime | None = None
     late: Late = "keep"
+    loud: Loud = "warn"
+    norms: dict[str, float] = field(default_factory=dict)
 
     def is_over(self, at: datetime) -> bool:
         """Return whether the deadline has passed."""
@@ -80,13 +88,40 @@ class Reception:
         if manifest.base_sha256 != self.expectation.base_sha256:
             problem = f"{party}: {SIGNATURE} is for base model {manifest.base_sha256[:16]}…"
             raise ReleaseRefused("base-mismatch", problem, "train on the federation's base model")
-        validate(party, files, self.expectation)
+        release = validate(party, files, self.expectation)
         self.receipts.check(manifest, manifest_hash(files[SIGNATURE]))  # decided before anything is kept
+        norm, warning = self._loudness(party, release)
         digest = self.spool.accept(party, files)
         receipt = self.receipts.issue(
             manifest, manifest_sha256=manifest_hash(files[SIGNATURE]), spool_sha256=digest, time=at, key=self.key
         )
-        return Received(digest, receipt)
+        self.norms[party] = norm
+        return Received(digest, receipt, warning)
+
+    def is_signed(self, party: str, files: Mapping[str, bytes], at: datetime) -> bool:
+        """Return whether a party signed these very files for this federation, whatever else is wrong with them."""
+        try:
+            check_size(party, files, self.expectation)
+            check_signed(files, party=party, federation=self.federation, keys=self.keys, at=at)
+        except ReleaseRefused:
+            return False
+        return True
+
+    def _loudness(self, party: str, release: Release) -> tuple[float, str]:
+        """Return the norm of a release's weight change, and a warning if it is far above those received before.
+
+        Raises:
+            ReleaseRefused: norm, where that is the policy.
+        """
+        if not self.norms:  # of an earlier process
+            self.norms.update((name, _norm(release_from_files(kept))) for name, kept in self.releases()[0].items())
+        norm = _norm(release)
+        bound = usual_bound([other for name, other in self.norms.items() if name != party])
+        if bound is None or norm <= bound:
+            return norm, ""
+        if self.loud == "refuse" and self.spool.find(party) is None:
+            raise ReleaseRefused("norm", words(party, norm, bound), "train with a smaller step")
+        return norm, words(party, norm, bound)
 
     def releases(self) -> tuple[dict[str, dict[str, bytes]], dict[str, DpmergeError]]:
         """Return what is to be merged of the spool, and why the rest is not, each by party.
@@ -124,3 +159,7 @@ class Reception:
             return now
         receipt, _ = parse_receipt(stored, f"stored receipt of {party}")
         return receipt.received_at if receipt.manifest_sha256 == manifest_hash(files[SIGNATURE]) else now
+
+
+def _norm(release: Release) -> float:
+    return total_norm(lora_factors(release.adapter, release.adapter_config, release.party).values())

@@ -21,10 +21,12 @@ from filelock import FileLock
 
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import make_durable, make_folder, replace_file
+from dpmerge.common.files import make_durable, real_folder, replace_file
+from dpmerge.common.reading import MAX_FOLDER_BYTES, read_file
 from dpmerge.common.release import FILES, release_hash, remove_leftovers, write_files
 from dpmerge.common.untrusted import ReleaseRefused
 
+MAX_ENTRY_BYTES = 4096
 _ENTRY = re.compile(r"([0-9a-f]{64}) ([0-9a-f]{64})\n")
 
 
@@ -58,7 +60,7 @@ class Spool:
             folder / name for name in ("releases", "parties", "withdrawn")
         )
         for place in (self._releases, self._parties, self._withdrawn):
-            make_folder(place)
+            real_folder(place)
         self._lock = FileLock(folder / ".lock")
 
     def accept(self, party: str, files: Mapping[str, bytes]) -> str:
@@ -73,7 +75,7 @@ class Spool:
         sent = Entry.of(files)
         with self._lock:
             remove_leftovers(self._releases)
-            folder, present = self._releases / sent.release, self._entries().get(party)
+            folder, present = self._releases / sent.release, self._find(party)
             if present == sent:
                 self._heal(folder, files)
                 make_durable(folder)
@@ -92,7 +94,7 @@ class Spool:
 
     def holds(self, party: str, files: Mapping[str, bytes]) -> bool:
         """Return whether these very bytes were accepted from a party, withdrawn or not, whatever became of them."""
-        return self._entries().get(party) == Entry.of(files)
+        return self._find(party) == Entry.of(files)
 
     def withdraw(self, party: str) -> None:
         """Keep a party's release out of every later merge; withdrawing it again changes nothing.
@@ -107,7 +109,7 @@ class Spool:
 
     def hashes(self) -> dict[str, str]:
         """Return party → hash of its release, by party, whether withdrawn or not."""
-        return {party: entry.release for party, entry in self._entries().items()}
+        return {party: self._entry(party).release for party in _names(self._parties)}
 
     def withdrawn(self) -> frozenset[str]:
         """Return the parties whose releases are in no later merge."""
@@ -141,19 +143,30 @@ class Spool:
             self._files(party, entry)
         return {party: self._releases / entry.release for party, entry in chosen.items()}
 
-    def _entries(self) -> dict[str, Entry]:
-        return {party: self._entry(party) for party in _names(self._parties)}
+    def find(self, party: str) -> str | None:
+        """Return the hash of one party's release, withdrawn or not, without a look at the others'.
 
-    def _entry(self, party: str) -> Entry:
-        known = _names(self._parties)
-        if party not in known:
-            listed = ", ".join(known) or "no release"
-            raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {listed}")
+        Raises:
+            ReleaseRefused: corrupted, when its entry is damaged.
+        """
+        entry = self._find(party)
+        return None if entry is None else entry.release
+
+    def _find(self, party: str) -> Entry | None:
         path = self._parties / party
-        found = _ENTRY.fullmatch(path.read_text(encoding="ascii", errors="replace"))
+        if not PARTY_NAME.fullmatch(party) or not path.is_file():
+            return None
+        found = _ENTRY.fullmatch(read_file(path, MAX_ENTRY_BYTES).decode("ascii", "replace"))
         if found is None:
             raise ReleaseRefused("corrupted", f"{party}: {path}", "restore this file of the spool from a backup")
         return Entry(*found.groups())
+
+    def _entry(self, party: str) -> Entry:
+        entry = self._find(party)
+        if entry is None:
+            known = ", ".join(_names(self._parties)) or "no release"
+            raise ReleaseRefused("unknown-party", f"{party!r} has no release here", f"the spool holds {known}")
+        return entry
 
     def _files(self, party: str, entry: Entry) -> dict[str, bytes]:
         files = self._stored(entry)
@@ -165,12 +178,12 @@ class Spool:
     def _stored(self, entry: Entry) -> dict[str, bytes]:
         """Read the files of a release, whatever else a file manager or a person put beside them."""
         paths = [self._releases / entry.release / name for name in sorted(FILES)]
-        return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        return {path.name: read_file(path, MAX_FOLDER_BYTES) for path in paths if path.is_file()}
 
     def _heal(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """Put back, file by file, what is no longer what was accepted: `files` are those bytes."""
         stored = self._stored(Entry.of(files))
-        make_folder(folder)
+        real_folder(folder)
         for name in sorted(stored.keys() - files.keys()):
             (folder / name).unlink()
         for name, data in files.items():

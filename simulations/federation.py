@@ -104,6 +104,7 @@ def _run(
         receipts=Receipts(out / "receipts"),
         deadline=_deadline(founding, federation.intake),
         late=federation.intake.late,
+        loud=federation.intake.loud,
     )
     terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
     asked, collection = _asked(plans, reception, out), Collection()

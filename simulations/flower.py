@@ -22,7 +22,7 @@ from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Participant, participant_app
 from dpmerge.common.config import PartyPlan
-from dpmerge.common.files import naming
+from dpmerge.common.files import append_file, naming
 from dpmerge.common.signing import PublicKey
 from dpmerge.common.wire import Terms
 from dpmerge.server.app import Collection, server_app
@@ -74,6 +74,7 @@ def collect(
             stop=stop,
             on_reply=progress.done,
             on_late=over.touch,
+            num_nodes=len(plans),
         )
         try:
             with local_ray(cores):
@@ -156,6 +157,7 @@ def _quiet(log_file: Path) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in (*settings, "PYTHONPATH")}
     os.environ.update(settings)
+    append_file(log_file, "")  # refuses a link; the handler would follow it
     handler = logging.FileHandler(log_file)
     raises, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk is said once, by the run
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

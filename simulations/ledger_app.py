@@ -84,6 +84,8 @@ def show(
     """Show every charge and what became of it."""
     from rich.table import Table
 
+    from dpmerge.simulations.table import escape
+
     if name is None:
         if policy is None:
             raise DpmergeError("DPM-303", "neither LEDGER nor --policy is given", "give one of them")
@@ -103,7 +105,10 @@ def show(
         epsilon, delta = ("–" if row[key] is None else f"{row[key]:.6g}" for key in ("epsilon", "delta"))
         release = (row["release"] or "–")[:16]
         table.add_row(
-            row["dataset"], row["reservation"][:16], row["state"], epsilon, delta, row["unit"] or "–", release
+            *map(escape, (row["dataset"], row["reservation"][:16], row["state"])),
+            epsilon,
+            delta,
+            *map(escape, (str(row["unit"] or "–"), release)),
         )
     console().print(table)
     print(f"head {ledger.head()}")

@@ -14,6 +14,7 @@ import typer
 
 from dpmerge.common.config_sections import MergeSettings
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.shown import MAX_TEXT, shown
 from dpmerge.simulations.terminal import BAD_INPUT, INTERRUPTED, Format, FormatOption, answer, console
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _refuse(gate: Gate, output: Format) -> int:
 
 
 def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
+    from dpmerge.server.loudness import loud_warnings
     from dpmerge.simulations.merge_tables import explanation_tables, gate_table, validation_tables
 
     if output is Format.json:
@@ -200,7 +202,9 @@ def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
         terminal.print(table)
     info = outcome.merged.info
     for absent in info["absent"]:
-        print(f"taken as 0: {absent}")
+        print(shown(f"taken as 0: {absent}", MAX_TEXT))
+    for warning in loud_warnings(dict(zip(info["parties"], info["norms"], strict=True))):
+        print(shown(warning, MAX_TEXT), file=sys.stderr)
     norm = "not measured" if info["norm"] is None else f"{info['norm']:.4g}"
     print(
         f"{info['method']} of {len(info['parties'])}: rank {info['rank']}, coefficient {info['coefficient']:.4g}, "

@@ -7,14 +7,14 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
+from dpmerge.common.shown import shown
 from dpmerge.server.coefficient import Validation
 from dpmerge.server.merging.explain import Explanation
 from dpmerge.server.merging.gate import Entry
 from dpmerge.server.merging.registry import METHODS, REQUIRED
-from dpmerge.simulations.table import MISSING, percent, points
+from dpmerge.simulations.table import MISSING, escape, percent, points
 
 SHOWN_HASH = 8  # characters, enough to compare by eye
 MAX_ANNOTATED = 12  # parties up to which the numbers stand in the heat map
@@ -108,7 +108,7 @@ def validation_tables(validation: Validation) -> list[Table]:
 
 def picture(explanation: Explanation) -> bytes:
     """Return an SVG file: a heat map of the overlaps beside bars of the noise shares; equal input, equal bytes."""
-    names, size = list(explanation.parties), len(explanation.parties)
+    names, size = [shown(party) for party in explanation.parties], len(explanation.parties)
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(7.0 + 0.35 * size, 2.2 + 0.35 * size), layout="constrained")
         heat, bars = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
+from dpmerge.common.shown import MAX_TEXT, shown
 from dpmerge.common.statement import READING
 from dpmerge.simulations.charts import SERIES, accuracy_chart
 from dpmerge.simulations.results import RESULTS_FILE, UNITS, Results, load_results
@@ -42,7 +43,9 @@ def write_report(folder: Path) -> Path:
 
 def render(results: Results) -> str:
     """The page as text: no script, nothing fetched, every value escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_safe
+    )
     environment.filters |= {"number": number, "percent": percent, "points": points, "epsilon": epsilon, "kind": kind}
     template = environment.from_string(files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8"))
     return template.render(
@@ -56,6 +59,11 @@ def render(results: Results) -> str:
         not_private=[party.party for party in results.parties if not party.private],
         total_seconds=str(timedelta(seconds=round(sum(results.seconds.values())))),
     )
+
+
+def _safe(value: Any) -> Any:
+    """Keep control characters and marks that reorder text out of the page; what is markup is our own."""
+    return shown(value, MAX_TEXT) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def number(value: float | None, digits: int = 3) -> str:

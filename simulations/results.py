@@ -24,12 +24,16 @@ from typing import Any, Literal, get_args
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
+from dpmerge.common.reading import read_file
+from dpmerge.common.shown import cell, json_text
+from dpmerge.server.loudness import loud_warnings
 
 Status = Literal["finished", "failed", "late", "withdrawn"]
 """Released; failed or was refused; silent when the deadline came; released, and then withdrew."""
 
 SCHEMA = 1
 RESULTS_FILE = "results.json"
+MAX_RESULTS_BYTES = 1 << 28
 CSV_FILE = "results.csv"
 UNITS = {
     "accuracy": "share of correct answers on the public test records, 0 to 1",
@@ -166,13 +170,15 @@ class Results:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """A sentence for each party that uses none, or under half, of the records of its file."""
-        return tuple(
+        """A sentence for each party that uses none, or under half, of its records, or is far louder than the others."""
+        unused = (
             f"{party.party}: {party.num_train} of {party.num_train + (party.num_dropped or 0)} records can be used; "
             "check text, label and labels"
             for party in self.parties
             if party.num_train is not None and party.num_train < max(1, party.num_dropped or 0)
         )
+        drifts = {party.party: party.drift for party in self.parties if party.drift is not None}
+        return (*unused, *loud_warnings(drifts))
 
     @property
     def absent(self) -> tuple[PartyResult, ...]:
@@ -237,7 +243,7 @@ def write_results(folder: Path, results: Results) -> None:
     Raises:
         ValueError: If a number is NaN or infinite, which JSON does not have.
     """
-    text = json.dumps(results.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
+    text = json_text(results.to_dict())
     for name, content in ((RESULTS_FILE, text + "\n"), (CSV_FILE, csv_text(results))):
         replace_file(folder / name, content)
 
@@ -250,7 +256,9 @@ def load_results(folder: Path) -> Results:
     """
     path = folder / RESULTS_FILE
     try:
-        return results_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return results_from_dict(json.loads(read_file(path, MAX_RESULTS_BYTES).decode()))
+    except DpmergeError as refusal:
+        raise DpmergeError("DPM-303", refusal.problem, refusal.fix) from None
     except OSError as problem:
         fix = "give the --out folder of a run that finished"
         raise DpmergeError("DPM-303", f"{path} cannot be read: {problem.strerror}", fix) from None
@@ -273,4 +281,5 @@ def _flat(party: PartyResult) -> dict[str, object]:
     row = asdict(party)
     del row["accuracy_by_adapter"], row["dropped"], row["sentence"]
     nested = {f"{name}_{key}": value for name in ("accuracy", "accuracy_se") for key, value in row.pop(name).items()}
-    return row | nested | {"gap_points": party.gap_points, "regressed": party.regressed}
+    row |= nested | {"gap_points": party.gap_points, "regressed": party.regressed}
+    return {key: cell(value) for key, value in row.items()}

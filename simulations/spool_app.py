@@ -24,6 +24,7 @@ def show(folder: Folder, output: FormatOption = Format.text) -> None:
     from rich.table import Table
 
     from dpmerge.server.spool import open_spool
+    from dpmerge.simulations.table import escape
 
     rows = release_rows(open_spool(folder))
     if output is Format.json:
@@ -33,7 +34,11 @@ def show(folder: Folder, output: FormatOption = Format.text) -> None:
     for row in rows:
         epsilon = "not private" if row["epsilon"] is None else f"{row['epsilon']:.6g}"
         table.add_row(
-            row["party"], row["sha256"][:16], epsilon, f"{row['delta']:.6g}", "no" if row["withdrawn"] else "yes"
+            escape(row["party"]),
+            row["sha256"][:16],
+            epsilon,
+            f"{row['delta']:.6g}",
+            "no" if row["withdrawn"] else "yes",
         )
     console().print(table)
 

@@ -1,13 +1,19 @@
 """The table and the sentences that a run ends with on the terminal."""
 
 from rich import box
-from rich.markup import escape
+from rich.markup import escape as escape_markup
 from rich.table import Table
 
+from dpmerge.common.shown import MAX_TEXT, shown
 from dpmerge.common.statement import READING
 from dpmerge.simulations.results import PartyResult, Results
 
 MISSING = "–"
+
+
+def escape(text: str) -> str:
+    """Return foreign text for a cell of a table: no markup, and nothing that a terminal obeys."""
+    return escape_markup(shown(text))
 
 
 def results_table(results: Results) -> Table:
@@ -83,4 +89,4 @@ def closing_lines(results: Results) -> list[str]:
         names = ", ".join(party.party for party in results.parties if not party.private)
         lines.append(f"NOT PRIVATE (private = false): {names}")
     claims = [party.sentence for party in results.parties if party.sentence]
-    return lines + claims + ([READING] if claims else [])
+    return [shown(line, MAX_TEXT) for line in lines + claims] + ([READING] if claims else [])

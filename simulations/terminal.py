@@ -1,12 +1,13 @@
 """What the commands print and how they exit: stdout for the result, stderr for words about it."""
 
-import json
 import sys
 from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from dpmerge.common.shown import json_text, lines
 
 BAD_INPUT = 2
 PARTY_FAILED = 1
@@ -36,7 +37,7 @@ def answer(output: Format, facts: dict[str, Any], words: str) -> None:
     if output is Format.json:
         print_json({"schema": 1} | facts)
     else:
-        print(words)
+        print(lines(words))
 
 
 def print_json(tables: dict[str, Any]) -> None:
@@ -45,4 +46,4 @@ def print_json(tables: dict[str, Any]) -> None:
     Raises:
         ValueError: If a number is NaN or infinite, which JSON does not have.
     """
-    print(json.dumps(tables, indent=2, ensure_ascii=False, allow_nan=False))
+    print(json_text(tables))

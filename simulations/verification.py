@@ -10,7 +10,10 @@ from dpmerge.client.ledger import Ledger, Line
 from dpmerge.client.ledger_checks import check_against_head, check_against_release
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.key_list import load_key_list
+from dpmerge.common.kinds import Unfit
 from dpmerge.common.manifest import Manifest, manifest_hash, parse_signature
+from dpmerge.common.merge_record import MERGE_RECORD
+from dpmerge.common.reading import read_file
 from dpmerge.common.receipt import Receipt, differences, parse_receipt
 from dpmerge.common.release import MERGE, SIGNATURE, release_files, release_from_files, release_hash
 from dpmerge.common.signing import MAX_SEALED_BYTES, PublicKey, Sealed
@@ -32,6 +35,7 @@ def verify_path(
     listed = None if key_list is None else load_key_list(key_list)
     trust = Trust(datetime.now(UTC), tuple(PublicKey.parse(key) for key in keys), listed)
     if path.is_file():
+        _refuse_options("a receipt", receipt=receipt, ledger=ledger)
         return "receipt", _receipt_checks(path, trust)
     if not path.is_dir():
         raise DpmergeError("DPM-401", f"{path} is not there", "name a release, a merged model or a receipt")
@@ -40,6 +44,7 @@ def verify_path(
     except ReleaseRefused as refusal:
         return "release", [Check("format", "FAIL", refusal.problem)]
     if MERGE in files:
+        _refuse_options("a merged model, which nobody signs", key=keys, allow=key_list, receipt=receipt, ledger=ledger)
         return "merged model", _merged_checks(files)
     if receipt is None:
         checks = check_release(files, trust)
@@ -48,6 +53,13 @@ def verify_path(
     if ledger is not None and verdict(checks) != "FAIL":
         checks += _release_in_ledger(Ledger(existing(ledger)).lines(), files, path)
     return "release", checks
+
+
+def _refuse_options(what: str, **given: object) -> None:
+    """Refuse options that say nothing about what lies at the path, rather than let them seem to have been heeded."""
+    if useless := [f"--{name}" for name, value in given.items() if value]:
+        problem = f"{', '.join(useless)} cannot be used with {what}"
+        raise DpmergeError("DPM-103", problem, "leave out what does not apply, or give the release itself")
 
 
 def ledger_checks(lines: Sequence[Line], against: Path) -> list[Check]:
@@ -76,8 +88,11 @@ def read_receipt(path: Path) -> tuple[Receipt, Sealed]:
     Raises:
         DpmergeError: DPM-404.
     """
-    with existing(path).open("rb") as file:
-        return parse_receipt(file.read(MAX_SEALED_BYTES + 1), path.name)
+    try:
+        data = read_file(existing(path), MAX_SEALED_BYTES)
+    except DpmergeError as refusal:
+        raise DpmergeError("DPM-404", refusal.problem, refusal.fix) from None
+    return parse_receipt(data, path.name)
 
 
 def existing(path: Path) -> Path:
@@ -128,12 +143,11 @@ def _merged_checks(files: Mapping[str, bytes]) -> list[Check]:
         record = parse_json(files[MERGE], MERGE)
     except DpmergeError as refusal:
         return [Check("format", "FAIL", refusal.problem)]
-    inputs = record.get("inputs")
-    named = isinstance(inputs, list) and all(
-        isinstance(entry, dict) and {"party", "sha256", "epsilon", "weight"} <= entry.keys() for entry in inputs
-    )
-    if not named or not inputs:
-        return [Check("inputs", "FAIL", f"{MERGE} does not name its inputs by party, sha256, epsilon and weight")]
+    try:
+        MERGE_RECORD(record, MERGE)
+    except Unfit as error:
+        return [Check("inputs", "FAIL", str(error))]
+    inputs = record["inputs"]
     claims = ", ".join(f"{entry['party']}: {_claim(entry['epsilon'])}" for entry in inputs)
     return [
         Check("signature", "WARN", "unsigned: anybody may have written this; merge its inputs again to be sure"),

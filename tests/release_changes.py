@@ -26,7 +26,12 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object], file: str = ADA
 
 
 def edit(file: str, **values: Any) -> Callable[[Files], Files]:
-    return lambda files: files | {file: json.dumps(json.loads(files[file]) | values).encode()}
+    return lambda files: files | {file: written(json.loads(files[file]) | values)}
+
+
+def written(value: object) -> bytes:
+    """Return JSON in the one form in which a release has it."""
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def put(key: str, value: torch.Tensor, file: str = ADAPTER) -> Callable[[Files], Files]:

@@ -1,12 +1,13 @@
 """The model card of a merge: what went in, how it was merged, and what its privacy claims are and are not."""
 
-import re
 from collections.abc import Sequence
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import MERGE, MODULES, PICTURE, Release, by_party
+from dpmerge.common.shown import code
+from dpmerge.common.shown import markdown as _escaped
 from dpmerge.common.statement import mechanism_from_statement, sentence
 from dpmerge.server.merging.fit import some
 from dpmerge.server.merging.gate import Entry
@@ -115,7 +116,7 @@ def _how(release: Release) -> str:
     row = METHODS[record["method"]]
     source = f"[arXiv {row.source}](https://arxiv.org/abs/{row.source})" if row.source != "-" else "this project"
     set_values = {key: value for key, value in record["parameters"].items() if value is not None}
-    parameters = ", ".join(f"`{key} = {value}`" for key, value in sorted(set_values.items()))
+    parameters = ", ".join(code(f"{key} = {value}") for key, value in sorted(set_values.items()))
     lines = [
         f"- Method: `{row.name}` ({source}). {row.summary}",
         f"- Parameters: {parameters}",
@@ -131,8 +132,3 @@ def _how(release: Release) -> str:
     return "\n".join(
         [*lines, f"- `{MERGE}` holds all that is needed to merge the same inputs to the same bytes again."]
     )
-
-
-def _escaped(text: str) -> str:
-    """Keep a name that somebody else chose from being read as Markdown or HTML."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(text.split()))

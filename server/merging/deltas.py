@@ -7,8 +7,8 @@ the methods. Factors of a folder stay in their file until a method looks at them
 
 import hashlib
 import math
-import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.kinds import Unfit
+from dpmerge.common.merge_record import MERGE_RECORD
+from dpmerge.common.reading import NoPlainFile, TooLarge, names_in, read_file
 from dpmerge.common.release import (
     ADAPTER,
     CONFIG,
@@ -34,11 +37,15 @@ from dpmerge.common.release import (
     release_from_files,
     release_hash,
 )
+from dpmerge.common.statement_form import form_problem
 from dpmerge.common.untrusted import MAX_LOCAL_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
 from dpmerge.server.merging.bases import base_id, local_folder
 from dpmerge.server.merging.contents import Contents, Source, read_contents
 from dpmerge.server.merging.dora import Plain
 from dpmerge.server.merging.stored import DTYPES, frobenius, open_tensors
+
+MAX_NAMES = 10_000  # in an adapter's folder, which may hold checkpoints beside it
+MAX_HEAD_BYTES = 1 << 28
 
 LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever made it
 
@@ -192,26 +199,27 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     fix = "name a folder with a LoRA adapter in safetensors"
     if not folder.is_dir():
         raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
-    names = {path.name for path in folder.iterdir()}
+    names = set(names_in(folder, MAX_NAMES))
     if ADAPTER not in names or CONFIG not in names:
         pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
         problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
         raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE, MODULES}
     origin = party or folder.name
-    for name in sorted(known):
-        _check_file(folder / name, f"{origin}: {name}")
-    files = {name: (folder / name).read_bytes() for name in known - {ADAPTER, MODULES}}
-    released = STATEMENT in files or MERGE in files
+    released = STATEMENT in known or MERGE in known
     if released:
         check_names(known, origin)
-    elif MODULES in known:
+    links = not released  # in the cache of the hub every file is a link; a release has none
+    if not released:
         known -= {MODULES}  # somebody else's file of this name
-    tensors, sha256 = open_tensors(folder / ADAPTER, f"{origin}: {ADAPTER}", ("F32",) if released else tuple(DTYPES))
-    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()} | {ADAPTER: sha256}
-    saved: Mapping[str, Source] = {}
-    if MODULES in known:
-        saved, hashes[MODULES] = open_tensors(folder / MODULES, f"{origin}: {MODULES}", ("F32",))
+    files = {name: _read(folder, name, origin, links=links) for name in sorted(known - {ADAPTER, MODULES})}
+    hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    found: dict[str, Mapping[str, Plain]] = {ADAPTER: {}, MODULES: {}}
+    for name, dtypes in ((ADAPTER, ("F32",) if released else tuple(DTYPES)), (MODULES, ("F32",))):
+        if name in known:
+            with _named(f"{origin}: {name}"):
+                found[name], hashes[name] = open_tensors(folder / name, f"{origin}: {name}", dtypes, links=links)
+    tensors, saved = found[ADAPTER], found[MODULES]
     whole = hash_of_hashes(hashes)
     if released:
         release = release_around({}, files, origin, max_json_bytes=MAX_LOCAL_JSON_BYTES)
@@ -220,16 +228,21 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     return _of_peft(tensors, config, origin, whole, base)
 
 
-def _check_file(path: Path, origin: str) -> None:
-    """Refuse what could be read for ever, a pipe, a socket or a device, and JSON that is too long before it is read.
+def _read(folder: Path, name: str, origin: str, *, links: bool) -> bytes:
+    with _named(f"{origin}: {name}"):
+        return read_file(folder / name, MAX_HEAD_BYTES if name == HEAD else MAX_LOCAL_JSON_BYTES, links=links)
 
-    A link to a file is a file, as in the cache of the hub.
-    """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise DpmergeError("DPM-402", f"{origin} is no regular file", "copy the adapter's files into a folder")
-    if path.suffix == ".json" and about.st_size > MAX_LOCAL_JSON_BYTES:
-        raise ReleaseRefused("size", f"{origin}: {about.st_size} bytes", f"keep it under {MAX_LOCAL_JSON_BYTES} bytes")
+
+@contextmanager
+def _named(origin: str) -> Iterator[None]:
+    """Say of a file that is not read whose it is."""
+    try:
+        yield
+    except NoPlainFile:
+        fix = "copy the adapter's files into a folder"
+        raise DpmergeError("DPM-402", f"{origin} is no regular file", fix) from None
+    except TooLarge as refusal:
+        raise ReleaseRefused("size", f"{origin}: {refusal.size} bytes", refusal.fix) from None
 
 
 def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
@@ -267,6 +280,7 @@ def _of_release(
     """Return a release as an input of a merge; a merged model is nobody's and takes the given name."""
     party = release.party if release.statement else party
     found = read_contents(tensors, release.adapter_config, party)
+    _check_statement(release, tensors, party)
     stated = (release.statement or release.merge or {}).get("base_sha256")
     return Adapter(
         party,
@@ -280,6 +294,26 @@ def _of_release(
         found.copies,
         by_party(saved) if release.merge is not None else {},
     )
+
+
+def _check_statement(release: Release, tensors: Mapping[str, Source], party: str) -> None:
+    """Refuse values of other kinds than a statement's or a merge record's, before anything is made of them.
+
+    So is a statement of more noised values than the release has: what replays its noise makes room for them.
+    """
+    fix = "send the folder as dpmerge wrote it"
+    if problem := form_problem(release.statement):
+        raise ReleaseRefused("statement-inconsistent", f"{party}: {STATEMENT}: {problem}", fix)
+    try:
+        MERGE_RECORD(release.merge, MERGE) if release.merge is not None else None
+    except Unfit as error:
+        raise ReleaseRefused("config", f"{party}: {error}", fix) from error
+    stated = release.statement.get("num_coordinates", 0)
+    held = sum(math.prod(source.shape) for source in tensors.values())
+    held += sum(t.numel() for head in release.heads.values() for t in (head.weight, head.bias) if t is not None)
+    if stated > held:
+        problem = f"{party}: {STATEMENT}: num_coordinates = {stated}, but the release has {held} values"
+        raise ReleaseRefused("statement-inconsistent", problem, fix)
 
 
 def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, Factors]:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from dpmerge.common.assets import ASSETS, model_folder
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.own_code import NO_CODE, refuse_code
 from dpmerge.server.merging.merge import Merged
 
 
@@ -28,11 +29,14 @@ def open_base(name: str) -> PreTrainedModel:
     source = str(model_folder(name)) if name in ASSETS else name
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    refuse_code(source)
     try:
-        architecture = next(iter(AutoConfig.from_pretrained(source).architectures or ()), "")
+        architecture = next(iter(AutoConfig.from_pretrained(source, **NO_CODE).architectures or ()), "")
         named = getattr(transformers, architecture, None)
         kind: Any = named if isinstance(named, type) and issubclass(named, PreTrainedModel) else AutoModel
-        model: PreTrainedModel = kind.from_pretrained(source, dtype="auto", use_safetensors=True)
+        model: PreTrainedModel = kind.from_pretrained(
+            source, dtype="auto", use_safetensors=True, **(NO_CODE if kind is AutoModel else {})
+        )
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         fix = "give --base an alias, a folder with config.json and model.safetensors, or a hub id"
@@ -73,7 +77,8 @@ def save_model(model: PreTrainedModel, base: str, folder: Path) -> None:
     """Write weights, configuration and, where the base model has one, its tokenizer into an existing folder."""
     model.save_pretrained(folder)
     try:
-        AutoTokenizer.from_pretrained(str(model_folder(base)) if base in ASSETS else base).save_pretrained(folder)
+        source = str(model_folder(base)) if base in ASSETS else base
+        AutoTokenizer.from_pretrained(source, **NO_CODE).save_pretrained(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return  # a model without a tokenizer, such as one of images, is whole without
 

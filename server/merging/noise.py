@@ -14,6 +14,8 @@ from dpmerge.server.merging.lowrank import singular_values
 from dpmerge.server.noise_share import noise_share
 
 MODEL_ERROR = 0.01  # what replaying the optimizer on pure noise may be off by, relative to the noise's energy
+MAX_REPLAY = 1 << 28
+"""Coordinates times steps that are replayed for a statement; a step by itself counts as 10,000 coordinates."""
 RELATIVE_ZERO = 1e-6  # of the largest singular value; factors are fp32
 
 
@@ -41,7 +43,8 @@ def noise_of(adapter: Adapter) -> Noise:
     """Return what is known of an adapter's noise.
 
     A statement gives σ, C, B, T and the optimizer, which is replayed on noise alone (`noise_share`); one of a training
-    without privacy gives 0. Without a statement, or with one of another version, it is `estimated`.
+    without privacy gives 0. Without a statement, with one of another version, or with one whose replay would take
+    longer than `MAX_REPLAY` allows, it is `estimated`.
     """
     public = adapter.statement.get("training")
     settings = public.get("training") if isinstance(public, Mapping) else None
@@ -49,10 +52,16 @@ def noise_of(adapter: Adapter) -> Noise:
         return estimated(adapter.modules)
     try:
         mechanism = mechanism_from_statement(adapter.statement)
+        if mechanism.num_steps * (10_000 + _num_values(adapter)) > MAX_REPLAY:
+            return estimated(adapter.modules)
         share = noise_share(mechanism, build(TrainingSettings, settings, "training"), adapter.modules)
     except DpmergeError:  # what another version's statement does not say is estimated, and no reason not to merge
         return estimated(adapter.modules)
     return Noise(share or 0.0, mechanism.num_coordinates, "stated")
+
+
+def _num_values(adapter: Adapter) -> int:
+    return sum(math.prod(item.source_b.shape) for item in adapter.modules.values())
 
 
 def estimated(modules: Mapping[str, Factors]) -> Noise:

@@ -9,23 +9,30 @@ refused instead of ending the process with a bus error.
 """
 
 import hashlib
-import io
 import math
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dpmerge.common.untrusted import MAX_LOCAL_HEADER_BYTES, ReleaseRefused, parse_header
+from dpmerge.common.reading import opened
+from dpmerge.common.untrusted import MAX_HEADER_BYTES, ReleaseRefused, parse_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _KEPT_HASH = re.compile(r"\.lora_(embedding_)?A\b|\.base_layer\.")
 PART = 1 << 20  # numbers that are summed at a time
+
+MAX_ADAPTER_BYTES = 1 << 32
+"""Rank 64 on all linear layers of a model of 70 billion weights has 3.3 GB."""
+MAX_TENSOR_BYTES = 1 << 29
+"""A sparse file of zeros costs its sender nothing; one factor of rank 512 on a vocabulary of 256,000 fits."""
 
 FIX = "send the file as dpmerge wrote it"
 
@@ -62,7 +69,7 @@ class StoredTensor:
             ReleaseRefused: truncated or missing-file, when the file is no longer what it was.
         """
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with opened(self.path, MAX_ADAPTER_BYTES, links=True) as file:
                 file.seek(self.offset)
                 tensor = _next(file, self.shape, self.dtype, self.origin)
         except OSError as error:
@@ -71,7 +78,7 @@ class StoredTensor:
 
 
 def open_tensors(
-    path: Path, origin: str, dtypes: Collection[str] = tuple(DTYPES)
+    path: Path, origin: str, dtypes: Collection[str] = tuple(DTYPES), *, links: bool = False
 ) -> tuple[dict[str, StoredTensor], str]:
     """Check a safetensors file as `parse_tensors` does, one tensor at a time, and leave the numbers in it.
 
@@ -79,6 +86,7 @@ def open_tensors(
         path: The file.
         origin: Opens every refusal.
         dtypes: Those that are accepted, among `DTYPES`.
+        links: Whether the file may be a link; see `opened`.
 
     Returns:
         The tensors by sorted key, and the file's SHA-256. All of it comes from reading every byte once.
@@ -86,10 +94,13 @@ def open_tensors(
     Raises:
         ReleaseRefused: As `parse_tensors`.
     """
-    with path.open("rb", buffering=0) as file:
-        head = file.read(8)
-        head += file.read(min(int.from_bytes(head, "little"), MAX_LOCAL_HEADER_BYTES))
-        header, _ = parse_header(head, path.stat().st_size, origin, dtypes, MAX_LOCAL_HEADER_BYTES)
+    with opened(path, MAX_ADAPTER_BYTES, links=links) as file:
+        head = file.read(8 + MAX_HEADER_BYTES)
+        header, _ = parse_header(head, os.fstat(file.fileno()).st_size, origin, dtypes)
+        for key, entry in header.items():
+            if math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize > MAX_TENSOR_BYTES:
+                problem = f"{origin}: {key} has more than {MAX_TENSOR_BYTES} bytes"
+                raise ReleaseRefused("shape", problem, FIX)
         try:
             with safe_open(path, "pt"):
                 start = 8 + int.from_bytes(head[:8], "little")  # offsets now agree with dtypes, shapes and size,
@@ -120,7 +131,7 @@ def frobenius(tensor: Tensor) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in parts))
 
 
-def _next(file: io.FileIO, shape: tuple[int, ...], dtype: torch.dtype, origin: str) -> Tensor:
+def _next(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, origin: str) -> Tensor:
     """Read the tensor that begins where the file is.
 
     Raises:
@@ -128,7 +139,7 @@ def _next(file: io.FileIO, shape: tuple[int, ...], dtype: torch.dtype, origin: s
     """
     tensor = torch.empty(shape, dtype=dtype)
     buffer = _bytes_of(tensor)
-    count = file.readinto(buffer)
+    count = file.readinto(buffer)  # type: ignore[attr-defined]  # unbuffered files have it
     if count != buffer.nbytes:
         raise ReleaseRefused("truncated", f"{origin}: {count} of {buffer.nbytes} bytes", FIX)
     return tensor

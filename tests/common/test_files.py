@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.common.files import NO_SPACE, replace_file, storage_refusal
+from dpmerge.client.checkpoint import erase
+from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import NO_SPACE, append_file, real_folder, replace_file, storage_refusal
+from dpmerge.server.receipts import Receipts
+from dpmerge.server.spool import Spool
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -65,3 +69,50 @@ def test_a_full_disk_is_told_with_the_file_and_the_remedy(tmp_path: Path, monkey
     told = storage_refusal(caught.value)
     assert (told.code, told.problem) == ("DPM-305", f"{tmp_path / 'note'} cannot be written: No space left on device")
     assert "--resume" in told.fix
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """Return a file that planted links lead to, and that nobody may change."""
+    (tmp_path / "elsewhere").mkdir()
+    path = tmp_path / "elsewhere" / "victim"
+    path.write_text("precious")
+    return path
+
+
+@pytest.mark.parametrize("name", ["note", "note.tmp"])
+def test_a_planted_link_is_replaced_and_not_written_through(tmp_path: Path, victim: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(victim)
+    replace_file(tmp_path / "note", "new")
+    assert (victim.read_text(), (tmp_path / "note").read_text()) == ("precious", "new")
+    assert not (tmp_path / "note").is_symlink()
+
+
+def test_a_planted_log_is_not_appended_to(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / "party.log").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"):
+        append_file(tmp_path / "party.log", "line")
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["state", "state.tmp"])
+def test_erasing_overwrites_nothing_behind_a_link(tmp_path: Path, victim: Path, name: str) -> None:
+    (tmp_path / name).symlink_to(victim)
+    erase(tmp_path / "state")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / name).is_symlink()
+
+
+@pytest.mark.parametrize("place", ["releases", "parties", "withdrawn"])
+def test_a_spool_writes_into_folders_of_its_own_only(tmp_path: Path, victim: Path, place: str) -> None:
+    (tmp_path / "spool").mkdir()
+    (tmp_path / "spool" / place).symlink_to(victim.parent)
+    with pytest.raises(DpmergeError, match="is a link"):
+        Spool(tmp_path / "spool")
+
+
+def test_receipts_and_folders_that_are_links_are_refused(tmp_path: Path, victim: Path) -> None:
+    (tmp_path / "receipts").symlink_to(victim.parent)
+    for make in (Receipts, real_folder):
+        with pytest.raises(DpmergeError, match="is a link"):
+            make(tmp_path / "receipts")

@@ -238,7 +238,8 @@ def test_malformed_files_are_refused_with_a_reason(release: Release, case: str) 
     [
         ({"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}, "truncated"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [0, 1 << 40]}, "truncated"),
-        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "truncated"),
+        ({"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}, "shape"),
+        ({"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}, "shape"),
         ({"dtype": "F32", "shape": [0, 2**64 - 1], "data_offsets": [0, 0]}, "json"),
         ({"dtype": "F32", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}, "shape"),
         ({"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}, "shape"),

@@ -1,5 +1,6 @@
 import doctest
 import os
+from pathlib import Path
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
@@ -12,9 +13,11 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from dpmerge.common import receipt, signing
+from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.key_list import load_key_list
-from dpmerge.common.signing import PublicKey, SigningKey, generate_key, load_key
+from dpmerge.common.key_list import MAX_LIST_BYTES, load_key_list
+from dpmerge.common.signing import PublicKey, SigningKey, generate_key, load_key, parse_sealed, seal
+from dpmerge.common.untrusted import ReleaseRefused
 
 # RFC 8032, section 7.1, test 2
 SECRET = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
@@ -117,3 +120,79 @@ def test_what_is_no_key_list_is_refused(tmp_path, old, new):
     path.write_text(LIST.replace(old, new, 1))
     with pytest.raises(DpmergeError, match="DPM-205"):
         load_key_list(path)
+
+
+PRIME, D = 2**255 - 19, -121665 * pow(121666, -1, 2**255 - 19)
+SMALL = (
+    *("0" * 64, "0" * 62 + "80", "01" + "0" * 62, "01" + "0" * 60 + "80"),
+    *("ec" + "f" * 60 + "7f", "ec" + "f" * 62),
+    *("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc" + end for end in ("05", "85")),
+    *("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03" + end for end in ("7a", "fa")),
+)
+UNUSUAL = ("ed" + "f" * 60 + "7f", "ee" + "f" * 60 + "7f", "f" * 64, "ed" + "f" * 62)  # y = p, p + 1, ...
+
+
+@pytest.mark.parametrize("raw", [*SMALL, *UNUSUAL])
+def test_keys_for_which_anybody_can_sign_are_refused(raw: str) -> None:
+    with pytest.raises(ValueError, match="of large order"):
+        PublicKey(bytes.fromhex(raw))
+    with pytest.raises(DpmergeError, match="weak public key"):
+        PublicKey.parse(f"ed25519:{raw}")
+
+
+def test_the_list_of_weak_keys_is_that_of_all_points_of_small_order() -> None:
+    """Eight times each is the neutral point, by the curve's own addition law, and there are eight of them."""
+    points = {
+        point for y in {int.from_bytes(bytes.fromhex(raw), "little") % 2**255 for raw in SMALL} for point in at(y)
+    }
+    assert len(points) == 8
+    for point in points:
+        for _ in range(3):
+            point = added(point, point)
+        assert point == (0, 1)
+
+
+def at(y: int) -> set[tuple[int, int]]:
+    """Return the points (x, y) of −x² + y² = 1 + d x² y²."""
+    square = (y * y - 1) * pow(D * y * y + 1, -1, PRIME) % PRIME
+    root = pow(square, (PRIME + 3) // 8, PRIME)
+    if root * root % PRIME != square:
+        root = root * pow(2, (PRIME - 1) // 4, PRIME) % PRIME
+    assert root * root % PRIME == square
+    return {(root, y), (-root % PRIME, y)}
+
+
+def added(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    (a, b), (c, e) = one, other
+    product = D * a * b * c * e
+    x = (a * e + b * c) * pow(1 + product, -1, PRIME) % PRIME
+    return x, (b * e + a * c) * pow(1 - product, -1, PRIME) % PRIME
+
+
+@pytest.mark.parametrize("schema", [b"true", b"1.0", b"1e0", b"2", b"null"])
+def test_a_sealed_object_has_one_form_that_needs_no_key_to_tell(schema: bytes) -> None:
+    data = seal(SigningKey(bytes([1]) * 32), "receipt", {"party": "shop"})
+    assert b'"schema":1' in data
+    with pytest.raises(ReleaseRefused, match="signature"):
+        parse_sealed(data.replace(b'"schema":1', b'"schema":' + schema), "receipt", "example")
+
+
+@pytest.mark.parametrize("schema", ["true", "1.0", '"1"'])
+def test_a_key_list_of_another_kind_of_schema_is_refused(tmp_path: Path, schema: str) -> None:
+    (tmp_path / "keys.toml").write_text(f"schema = {schema}\n[keys]\n")
+    with pytest.raises(DpmergeError, match="schema = 1"):
+        load_key_list(tmp_path / "keys.toml")
+
+
+def test_a_key_list_above_its_size_is_refused_and_not_cut(tmp_path: Path) -> None:
+    key = SigningKey(bytes([1]) * 32).public
+    text = f'schema = 1\n[keys]\nshop = "{key}"\n' + "#" * 79 + "\n"
+    (tmp_path / "keys.toml").write_text(text + ("#" * 79 + "\n") * (MAX_LIST_BYTES // 80))
+    with pytest.raises(DpmergeError, match="bytes"):
+        load_key_list(tmp_path / "keys.toml")
+
+
+@pytest.mark.parametrize("name", ["con", "prn", "aux", "nul", "com1", "lpt9"])
+def test_names_of_devices_are_no_partys(name: str) -> None:
+    assert PARTY_NAME.fullmatch(name) is None
+    assert PARTY_NAME.fullmatch(f"{name}s") is not None

@@ -86,7 +86,7 @@ def test_a_changed_file_fails_and_is_not_read(name):
         ({"sampling_prob": 0.5}, {"statement"}),
         ({"population": 5600}, {"epsilon by PLD", "epsilon by PRV", "statement"}),
         ({"num_steps": 5}, {"epsilon by PLD", "epsilon by PRV", "statement"}),
-        ({"num_coordinates": 15}, {"coordinates"}),
+        ({"num_coordinates": 15}, {"coordinates", "statement"}),
         ({"noise_seed": "test"}, {"noise"}),
         ({"tuning_disclosure": " "}, {"statement"}),
         ({"not_protected": []}, {"statement"}),

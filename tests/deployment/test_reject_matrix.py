@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 
 from dpmerge.client.app import settle
 from dpmerge.client.ledger import Ledger, reservation_id
@@ -59,7 +60,10 @@ CINEMA = signed_files(told=statement("cinema"), key=STRANGER)
 SECOND_KEY = SigningKey(bytes([9]) * 32)
 TWO_KEYS = KeyList({**KEYS.keys, "shop": (KEY.public, SECOND_KEY.public)})
 A, B = release().adapter
-AGREED = ("population", "expected_batch_size", "num_steps", "l2_clip_norm", "target_delta", "noise", "noise_seed")
+AGREED = (
+    *("population", "expected_batch_size", "num_steps", "l2_clip_norm", "target_delta", "noise", "noise_seed"),
+    *("labels", "training", "privacy_unit"),
+)
 MAX_BYTES = 1 << 20
 
 
@@ -105,6 +109,23 @@ def holding(name: str, data: bytes) -> Callable[[Files], Files]:
 
 def header(text: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text
+
+
+def sealed_as(schema: str) -> Files:
+    """Return the good release with another spelling of its signature's schema, which needs no key."""
+    return {**SHOP, SIGNATURE: SHOP[SIGNATURE].replace(b'"schema":1', f'"schema":{schema}'.encode())}
+
+
+def compact(name: str) -> Callable[[Files], Files]:
+    return lambda files: files | {name: json.dumps(json.loads(files[name]), sort_keys=True).encode()}
+
+
+def with_metadata(files: Files) -> Files:
+    return files | {ADAPTER: save(load(files[ADAPTER]), {"format": "pt", "note": "x"})}
+
+
+def witnesses(**changes: float) -> dict[str, float]:
+    return statement()["cross_check"] | changes
 
 
 MATRIX: dict[str, dict[str, Row]] = {
@@ -169,6 +190,37 @@ MATRIX: dict[str, dict[str, Row]] = {
         "forged by its noise": Row("statement-inconsistent", signed(edit(STATEMENT, noise_multiplier=1.0))),
         "above the plan": Row("epsilon-above-plan", signed(edit(STATEMENT, epsilon=1.01))),
         "none": Row("epsilon-above-plan", signed(edit(STATEMENT, epsilon=None))),
+    },
+    "kinds of JSON": {
+        "schema of the signature, true": Row("signature", sealed_as("true")),
+        "schema of the signature, 1.0": Row("signature", sealed_as("1.0")),
+        "schema of the statement, true": Row("statement-inconsistent", signed(edit(STATEMENT, schema=True))),
+        "schema of the statement, 1.0": Row("statement-inconsistent", signed(edit(STATEMENT, schema=1.0))),
+        "steps, 10.0": Row("statement-inconsistent", signed(edit(STATEMENT, num_steps=10.0))),
+        "private, 1": Row("statement-inconsistent", signed(edit(STATEMENT, private=1))),
+        "clip norm, 1": Row("statement-inconsistent", signed(edit(STATEMENT, l2_clip_norm=1))),
+        "a label, 1": Row("statement-inconsistent", signed(edit(STATEMENT, labels=["good", 1]))),
+        "compact statement": Row("form", signed(compact(STATEMENT))),
+        "compact settings": Row("form", signed(compact(CONFIG))),
+        "metadata of the adapter": Row("form", signed(with_metadata)),
+    },
+    "numbers that cost": {
+        "steps": Row("statement-inconsistent", signed(edit(STATEMENT, num_steps=10**12))),
+        "coordinates": Row("statement-inconsistent", signed(edit(STATEMENT, num_coordinates=10**12))),
+        "population": Row("statement-inconsistent", signed(edit(STATEMENT, population=10**12))),
+    },
+    "foreign text": {
+        "escape sequences in the task": Row("statement-inconsistent", signed(edit(STATEMENT, task="a\x1b[2K"))),
+        "marks that reorder": Row("statement-inconsistent", signed(edit(STATEMENT, tuning_disclosure="a\u202eb"))),
+        "a label of a megabyte": Row("statement-inconsistent", signed(edit(STATEMENT, labels=["a" * 10**5, "b"]))),
+    },
+    "what the server computes": {
+        "labels of others": Row("statement-terms", signed(edit(STATEMENT, labels=["bad", "good"]))),
+        "training settings of others": Row("statement-terms", signed(edit(STATEMENT, training={}))),
+        "another accountant's figure": Row(
+            "statement-inconsistent", signed(edit(STATEMENT, cross_check=witnesses(epsilon_prv=0.5)))
+        ),
+        "the sampler's part of delta": Row("statement-inconsistent", signed(edit(STATEMENT, sampler_delta=0.0))),
     },
     "pickle": {
         "by name": Row("pickle", {**SHOP, "adapter_model.bin": pickle.dumps([0.5] * 9)}),
@@ -297,3 +349,18 @@ def test_a_clock_that_is_wrong_refuses_nothing_and_changes_no_receipt(skew: time
     reception = open_reception(tmp_path / "server", {})
     first = reception.receive("shop", SHOP, NOW + skew)
     assert reception.receive("shop", SHOP, NOW) == first
+
+
+def test_a_release_far_above_the_others_is_warned_of_or_refused(tmp_path: Path) -> None:
+    norms = {"a": 5.0, "b": 6.0, "c": 7.0}
+    for loud, expected in (("warn", "accepted"), ("refuse", "norm")):
+        reception = open_reception(tmp_path / loud, {"loud": loud, "norms": dict(norms)})
+        try:
+            outcome, words = "accepted", reception.receive("shop", SHOP, NOW).warning
+        except ReleaseRefused as refusal:
+            outcome, words = refusal.reason, refusal.problem
+        assert outcome == expected
+        assert words.startswith("shop: weight change of norm ")
+        assert "up to 18;" in words
+    usual = open_reception(tmp_path / "usual", {"norms": dict.fromkeys("abc", 100.0)})
+    assert usual.receive("shop", SHOP, NOW).warning == ""

@@ -1,9 +1,13 @@
 """A hundred thousand broken releases: each is refused with a reason or is a release; no crash, no growing memory."""
 
+import json
 import random
 import resource
 import struct
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -95,3 +99,14 @@ def test_bytes_of_any_kind_in_place_of_a_file_are_refused_with_a_reason(name, da
     assert judge(signed_files() | {name: data}) in REASONS.keys() | (
         {"accepted"} if name in (README, SIGNATURE) else set()
     )
+
+
+@pytest.mark.slow
+def test_production_accepts_nothing_but_what_was_signed():
+    script = Path(__file__).parents[2] / "benchmarks" / "hostile.py"
+    command = [sys.executable, str(script), "--quick", "--mutations", "10000", "--format", "json"]
+    figures = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)["figures"]
+    assert (figures["unexpected_acceptances"], figures["crashes"]) == (0, 0)
+    assert figures["reasons_reached"] >= 15
+    assert figures["growth_mib"] <= MAX_GROWTH_MIB
+    assert figures["statement_rss_mib_max"] <= 1024

@@ -125,7 +125,7 @@ HOSTILE: dict[str, tuple[str, Callable[[Files], Files]]] = {
     "head NaN": ("non-finite", put("shop.bias", torch.tensor([0.0, math.nan]), HEAD)),
     "head of a third party": ("unknown-key", put("bank.weight", torch.zeros(2, 5), HEAD)),
     "forged epsilon": ("statement-inconsistent", edit(STATEMENT, epsilon=0.1)),
-    "epsilon as a string": ("epsilon-above-plan", edit(STATEMENT, epsilon="1")),
+    "epsilon as a string": ("statement-inconsistent", edit(STATEMENT, epsilon="1")),
     "epsilon missing": ("epsilon-above-plan", edit(STATEMENT, epsilon=None)),
     "epsilon above the plan": ("epsilon-above-plan", edit(STATEMENT, epsilon=2.5)),
     "less noise": ("statement-inconsistent", edit(STATEMENT, noise_multiplier=0.9)),
@@ -214,7 +214,9 @@ def test_without_privacy_only_where_agreed(good: Files, expectation: Expectation
 
 def test_a_trained_a_is_bound_by_shape_only(good: Files, expectation: Expectation) -> None:
     files, agreed = scaled(A, 1.5)(good), replace(expectation, shared_a={})
-    validate("shop", edit(STATEMENT, num_coordinates=NUM_TRAINED + 2 * 5)(files), agreed)
+    trained = NUM_TRAINED + 2 * 5
+    charged = json.loads(files[STATEMENT])["sampler_delta"] * trained / NUM_TRAINED  # per noised value
+    validate("shop", edit(STATEMENT, num_coordinates=trained, sampler_delta=charged)(files), agreed)
     with pytest.raises(ReleaseRefused, match="num_coordinates = 20 is not 30"):
         validate("shop", files, agreed)
 

@@ -11,7 +11,7 @@ import pytest
 
 from dpmerge.common.key_list import KeyList
 from dpmerge.common.receipt import parse_receipt
-from dpmerge.common.release import ADAPTER, README, SIGNATURE, STATEMENT
+from dpmerge.common.release import ADAPTER, README, SIGNATURE, STATEMENT, release_from_files
 from dpmerge.common.signing import SigningKey
 from dpmerge.common.untrusted import ReleaseRefused
 from dpmerge.server import reception as module
@@ -29,7 +29,7 @@ OTHER_STATEMENT = statement() | {"tuning_disclosure": "again"}
 
 @pytest.fixture
 def reception(tmp_path, monkeypatch) -> Reception:
-    monkeypatch.setattr(module, "validate", lambda *_: None)  # meaning is test_intake's matter
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     return open_reception(tmp_path)
 
 
@@ -97,7 +97,7 @@ SECOND = {
 @pytest.mark.parametrize("case", SECOND)
 @pytest.mark.parametrize("crashed", [False, True])
 def test_a_second_manifest_is_refused_even_before_the_first_was_receipted(case, crashed, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     keys = KeyList({**KEYS.keys, "shop": (KEY.public, SECOND_KEY.public)})
     reception = open_reception(tmp_path, keys=keys)
     with monkeypatch.context() as patch:
@@ -125,7 +125,7 @@ def test_what_a_crash_left_in_the_spool_does_not_stand_in_for_what_is_sent_later
 
 
 def test_a_revoked_key_signs_nothing_new_and_what_it_signed_before_is_resent(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     revoked = KeyList(KEYS.keys, {KEY.public.id: NOW + timedelta(hours=1)})
     late = NOW + timedelta(hours=2)
     with pytest.raises(ReleaseRefused) as refusal:
@@ -145,7 +145,7 @@ LATE = DEADLINE + timedelta(seconds=1)
 @pytest.mark.parametrize("crashed", [False, True])
 def test_after_the_deadline_only_what_was_in_time_is_received_and_for_ever(crashed, tmp_path, monkeypatch):
     """In time is what is in the spool, whether or not a crash came before its receipt."""
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     reception = open_reception(tmp_path, deadline=DEADLINE, late="refuse")
     with monkeypatch.context() as patch:
         if crashed:
@@ -162,14 +162,14 @@ def test_after_the_deadline_only_what_was_in_time_is_received_and_for_ever(crash
             reception.receive(party, files, LATE)
         assert refusal.value.reason == "late"
         assert str(refusal.value).count("2026-03-01 13:30") == 2
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     first = reception.receive("shop", SHOP, LATE)
     assert reception.receive("shop", SHOP, LATE + timedelta(days=400)) == first
     assert reception.spool.releases() == {"shop": dict(SHOP)}
 
 
 def test_a_late_release_is_kept_for_the_next_merge_where_that_is_the_policy(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     reception = open_reception(tmp_path, deadline=DEADLINE)
     assert (reception.is_over(DEADLINE), reception.is_over(LATE)) == (False, True)
     receipt, _ = parse_receipt(reception.receive("shop", SHOP, LATE).receipt, "shop")
@@ -188,7 +188,7 @@ def test_contents_are_judged_after_the_signature_and_refused_without_a_trace(rec
     with pytest.raises(ReleaseRefused, match="norm"):
         reception.receive("shop", SHOP, NOW)
     assert (reception.spool.hashes(), reception.receipts.find("shop")) == ({}, None)
-    monkeypatch.setattr(module, "validate", lambda *_: None)
+    monkeypatch.setattr(module, "validate", lambda party, files, _: release_from_files(files, party))
     other = signed_files(told=OTHER_STATEMENT)
     assert reception.receive("shop", other, NOW).sha256 in reception.spool.hashes().values()
     assert STATEMENT in reception.spool.releases()["shop"]

@@ -139,7 +139,7 @@ def test_stamps_say_what_must_not_be_missed():
         assert words in text
     few = row("few", num_train=2, num_dropped=3, dropped=("3 x no label (first: line 4)",))
     told = Page(render(results(few))).text
-    assert "Records left out. few: 2 of 5 records can be used" in told
+    assert "Warning. few: 2 of 5 records can be used" in told
     assert "3 x no label (first: line 4)" in told
     for words in ("Nothing was merged. 1 of 4 releases", "bank late : not in the merged model. no release by the"):
         assert words in text

@@ -1,4 +1,6 @@
 import json
+import os
+import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -7,7 +9,7 @@ import pytest
 from dpmerge.client.ledger import Ledger
 from dpmerge.client.ledger_checks import check_against_release
 from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
-from dpmerge.common.release import SIGNATURE, release_files, release_hash, to_files, write_files
+from dpmerge.common.release import ADAPTER, SIGNATURE, release_files, release_hash, to_files, write_files
 from dpmerge.server.receipts import make_receipt
 from dpmerge.simulations.verification import verify_path
 from tests.signed_releases import KEY, SERVER_KEY, STRANGER, release, signed_files, statement
@@ -90,13 +92,61 @@ def test_a_receipt_by_itself_and_of_another_release(dpmerge, site):
 
 def test_a_merged_model_is_told_apart(dpmerge, site):
     one = release()
-    record = {"inputs": [{"party": "shop", "sha256": "a" * 64, "epsilon": 0.3, "weight": 1.0}], "method": "average"}
+    record = {
+        "schema": 1,
+        "inputs": [{"party": "shop", "sha256": "a" * 64, "epsilon": 0.3, "weight": 1.0}],
+        "method": "average",
+        "versions": {"dpmerge": "0.1.0"},
+        "parameters": {},
+        "absent": [],
+        "coefficient": 1.0,
+        "truncation_error": 0.0,
+        **dict.fromkeys(("base_sha256", "statistics_sha256", "factors", "noise", "robust")),
+    }
     merged = replace(one, party="merged", statement={}, merge=record)
     write_files(site / "merged", to_files(merged))
     code, out, _ = dpmerge("verify", site / "merged", "--format", "json")
     assert (code, verdicts(out)[0], json.loads(out)["verify"]["kind"]) == (0, "WARN", "merged model")
-    write_files(site / "empty", to_files(replace(merged, merge={"method": "average"})))
-    assert dpmerge("verify", site / "empty")[0] == 1
+    for number, wrong in enumerate(({"inputs": []}, {"schema": True}, {"schema": 1.0}, {"extra": 1})):
+        write_files(site / f"wrong{number}", to_files(replace(merged, merge=record | wrong)))
+        assert dpmerge("verify", site / f"wrong{number}")[0] == 1
+
+
+@pytest.mark.parametrize("option", ["--key", "--allow", "--receipt", "--ledger"])
+def test_options_that_say_nothing_about_what_lies_there_are_refused(dpmerge, site, option):
+    values = {"--key": str(KEY.public), "--allow": site / "keys.toml", "--receipt": site / "receipt.json"}
+    value = values.get(option, site / "receipt.json")
+    merged = replace(release(), party="merged", statement={}, merge={"method": "average"})
+    write_files(site / "merged", to_files(merged))
+    code, _, err = dpmerge("verify", site / "merged", option, value)
+    assert (code, f"{option} cannot be used with a merged model" in err) == (2, True)
+    if option in ("--receipt", "--ledger"):
+        code, _, err = dpmerge("verify", site / "receipt.json", option, value)
+        assert (code, f"{option} cannot be used with a receipt" in err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse", "link", "many"])
+def test_no_file_of_a_folder_is_waited_for_or_followed(dpmerge, site, kind):
+    folder = site / "odd"
+    write_files(folder, signed_files())
+    victim = folder / ADAPTER
+    if kind == "many":
+        for number in range(200):
+            (folder / f"more{number}").touch()
+    else:
+        victim.unlink()
+    if kind == "pipe":
+        os.mkfifo(victim)
+    elif kind == "device":
+        victim.symlink_to("/dev/zero")
+    elif kind == "sparse":
+        with victim.open("wb") as file:
+            file.truncate(1 << 40)
+    elif kind == "link":
+        victim.symlink_to(site / "release" / ADAPTER)
+    start = time.monotonic()
+    assert dpmerge("verify", folder)[0] == 1
+    assert time.monotonic() - start < 5
 
 
 def test_bad_input_is_refused_in_one_line(dpmerge, site):
