@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from dpmerge.client.noise import NoiseSource
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.common.clip_grid import ClipGrid
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.mechanism import COMPANY_MARGIN, Mechanism
 from dpmerge.common.subspace import CLIP_QUANTILE
 
 
@@ -45,8 +45,8 @@ def with_private_clip_norm(mechanism: Mechanism, noise: NoiseSource, rows: Itera
         ValueError: If the mechanism has no such query.
 
     Guarantees:
-        Unit and neighbours: the mechanism's. A unit adds C₀ to one bin, or nothing if its row is not finite, so the
-        histogram's L2 sensitivity is C₀; noise and sampling are those of a step, whose privatiser this is. The clip
+        Unit and neighbours: the mechanism's. A unit adds at most C₀ to one bin, or nothing if its row is not finite, so
+        the histogram's L2 sensitivity is C₀; noise and sampling are those of a step, whose privatiser this is. The clip
         norm is a function of the answer and of public numbers.
     """
     middle = mechanism.l2_clip_norm
@@ -54,10 +54,12 @@ def with_private_clip_norm(mechanism: Mechanism, noise: NoiseSource, rows: Itera
         raise ValueError("Expected num_clip_queries=1 in a private mechanism.")
     grid = ClipGrid.around(middle, mechanism.num_coordinates)
     privatiser = Privatiser(mechanism, len(grid.edges), noise)
+    height = middle * (1 - COMPANY_MARGIN)  # what the privatiser leaves of a longer row: a unit counts as one
     for some in rows:
-        privatiser.accumulate(one_hot(some, grid.edges, middle))
-    counts = privatiser.finish().double() * (mechanism.expected_batch_size / middle)
-    found = grid.quantile(counts.tolist(), noise_std=mechanism.noise_multiplier, share=CLIP_QUANTILE)
+        privatiser.accumulate(one_hot(some, grid.edges, height))
+    counts = privatiser.finish().double() * (mechanism.expected_batch_size / height)
+    noise_std = mechanism.noise_multiplier * middle / height
+    found = grid.quantile(counts.tolist(), noise_std=noise_std, share=CLIP_QUANTILE)
     return replace(mechanism, l2_clip_norm=found)
 
 

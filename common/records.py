@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpmerge.common.data_path import data_path
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.tabular import rows as of
 from dpmerge.common.tabular.cells import Labels, is_scalar, owner_of
@@ -130,8 +131,9 @@ def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
     """
     found: Iterator[Any]
     with _refusals(path):
-        if Path(path).suffix.lower() == ".txt":
-            found = (line for _, line in lines(Path(path)))
+        named = data_path(path)
+        if not named.split and named.place.suffix.lower() == ".txt":
+            found = (line for _, line in lines(named.place))
         else:
             found = (row.cells.get(text) for _, table in tables(path, {"text": text}) for row in table.rows)
         return tuple(_encodable(line.strip()) for line in found if isinstance(line, str) and line.strip())

@@ -207,7 +207,7 @@ def test_a_record_that_overflows_is_neutralised_in_silence(plan, tmp_path, monke
 
     def poisoned(self, records, capacity):
         for batch in original(self, records, capacity):
-            batch.hidden[batch.records == 5] = float("nan")
+            batch.hidden[batch.filled == 5] = float("nan")
             yield batch
 
     monkeypatch.setattr(Activations, "batches", poisoned)

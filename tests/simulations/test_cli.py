@@ -35,6 +35,8 @@ COMMANDS = [
     ["ledger", "show"],
     ["ledger", "verify"],
     ["ledger", "compose"],
+    ["ledger", "create"],
+    ["ledger", "bind"],
     ["spool", "show"],
     ["spool", "withdraw"],
 ]
