@@ -272,7 +272,7 @@ def all_faults(folder: Path, release: Release, kills: Iterator[int | None], *, e
         How many faults there were, and the promises that broke.
     """
     num_faults, broken = 0, []
-    with mock.patch.object(reception_module, "validate", return_value=None):
+    with mock.patch.object(reception_module, "validate", return_value=release):
         for kill_at in kills:
             for fault, mode in (("cut", "lost"), ("cut", "torn"), ("error", "lost")):
                 nth = 0
