@@ -32,7 +32,7 @@ from dpmerge.client.gradients import PerExampleGradients
 from dpmerge.client.subspace import Subspace
 from dpmerge.client.train import Classifier, PrivateData, _private_rows
 from dpmerge.common import activations
-from dpmerge.common.activations import Activations, Batch
+from dpmerge.common.activations import Activations, Batch, Shapes
 from dpmerge.common.attention import always_mask
 from dpmerge.common.config import LoraSettings, SubspaceSettings
 from dpmerge.common.heads import head_module, zero_linear_head
@@ -54,7 +54,7 @@ class Plain(Activations):
 
     def batches(self, records: Tensor, capacity: int) -> Iterator[Batch]:
         """Yield one batch per padded length, or several of at most `capacity` records."""
-        with mock.patch.object(activations, "num_rows", lambda _length, capacity: capacity):
+        with mock.patch.object(activations, "shapes_of", lambda _length, capacity, **_: Shapes(1, 1, capacity)):
             for batch in super().batches(records, capacity):
                 num_records = len(batch.records)
                 yield Batch(batch.records, batch.hidden[:num_records].clone(), batch.mask[:num_records])
@@ -71,7 +71,7 @@ def plain_arithmetic() -> Iterator[None]:
         mock.patch.object(activations, "padded_length", lambda tokens, _most: max(4, -(-tokens // 4) * 4)),
         mock.patch.object(train, "linear_by_row", nn.functional.linear),
         mock.patch.object(fused_linear, "linear_by_row", nn.functional.linear),
-        mock.patch.object(fused_linear, "_FEWEST_OUTPUTS", 0),
+        mock.patch.object(fused_linear, "FEWEST_OUTPUTS", 0),
         mock.patch.object(Subspace, "_projected", projected),
     ):
         yield

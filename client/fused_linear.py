@@ -22,11 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dpmerge.client.gradient_rows import GradientRows, Slot
+from dpmerge.common.row_bits import FEWEST_OUTPUTS
 
 Forward = Callable[..., Tensor]
-
-_FEWEST_OUTPUTS = 4
-"""Products with fewer columns take other routines, in which a row's last bits depend on its place."""
 
 
 def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,7 +46,7 @@ def linear_by_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _narrow(x: Tensor, weight: Tensor) -> Tensor:
     """Return x Wᵀ for a W [r, d] of few rows, widened with zeros to as many as keep every row of x [n, …, d] alike."""
-    missing = _FEWEST_OUTPUTS - len(weight)
+    missing = FEWEST_OUTPUTS - len(weight)
     if missing <= 0:
         return F.linear(x, weight)
     return F.linear(x, F.pad(weight, (0, 0, 0, missing)))[..., : len(weight)]

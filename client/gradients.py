@@ -161,11 +161,14 @@ class PerExampleGradients:
                     "move and wrap the model first, then build PerExampleGradients and the optimizer",
                 )
 
-    def check_independent(self, losses: Callable[[Tensor], Tensor], num_examples: int, *, num_bystanders: int) -> None:
+    def check_independent(
+        self, losses: Callable[[Tensor], Tensor], num_examples: int, *, num_bystanders: int, fewest: int | None = None
+    ) -> None:
         """Test on public or made-up examples that a gradient does not change with the company it is in.
 
-        A batch is computed, then again with every example at another place, and then each half of them among copies of
-        one other example. Finds couplings down to what `COMPANY_MARGIN` covers: batch statistics, in-batch negatives,
+        A batch is computed, then again with every example at another place, then the first of them in the smallest
+        batch, and each half of them among copies of one other example. Finds couplings down to what `COMPANY_MARGIN`
+        covers: batch statistics, in-batch negatives,
         packed sequences, products whose last bits depend on the place. One example alone shows what all share: a
         denominator that is the batch's size. Run it in evaluation mode: random masks differ from call to call.
 
@@ -173,6 +176,7 @@ class PerExampleGradients:
             losses: Maps positions of examples, int64 [n] and possibly repeated, to their losses [n].
             num_examples: How many there are, at least 2: the rows of one batch.
             num_bystanders: How many rows may change together when a unit comes or goes.
+            fewest: Rows of the smallest batch, where batches differ in size.
 
         Raises:
             DpmergeError: DPM-502 if a gradient changes by more.
@@ -186,6 +190,7 @@ class PerExampleGradients:
         half, stranger = num_examples // 2, torch.zeros_like(everybody)
         for places, kept in (
             (everybody.roll(1 + half), everybody >= 0),
+            (everybody[:fewest], everybody[:fewest] >= 0),
             (torch.where(everybody < half, everybody, stranger + num_examples - 1), everybody < half),
             (torch.where(everybody < half, stranger, everybody), everybody >= half),
         ):

@@ -177,6 +177,7 @@ def _train(
             records.texts,
             max_length=plan.base.max_length,
             cached=cache_trunk,
+            is_fixed=made.is_fixed,
             on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
         )
     elif len(activations) != len(records):

@@ -27,15 +27,21 @@ from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.trained_space import TrainedSpace, trained_space
 from dpmerge.common.accounting import cross_check
-from dpmerge.common.activations import num_rows
+from dpmerge.common.activations import shapes_of
 from dpmerge.common.config import FileSource, PartyPlan
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapter_config
 from dpmerge.common.public_corpus import PublicCorpus, public_corpus
+from dpmerge.common.row_bits import rows_are_alike, widths_of
 from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
 from dpmerge.common.split_encoder import check_length, check_reach, check_vocabulary, pad, padded_length, tokenize
 from dpmerge.common.statement import build_statement
 from dpmerge.common.tabular.places import check_place
+
+FIXED_SHAPES = (
+    "on this machine, with so many threads, the last bits of matrix products depend on their size: all batches of one "
+    "length have one shape, which makes steps slower\n"
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +56,7 @@ class Training:
         space: The coordinates that are trained.
         mechanism: As it is charged.
         statement: As it is charged; what cannot be stated is not trained.
+        is_fixed: Whether all batches of one length must have one shape on this machine.
     """
 
     config: LoraConfig
@@ -59,6 +66,7 @@ class Training:
     space: TrainedSpace
     mechanism: Mechanism
     statement: dict[str, Any]
+    is_fixed: bool
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,10 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
             check_reach(
                 base, lambda ids, mask: model.classifier(model.split.trunk(ids, mask), mask), plan.base.max_length
             )
-            _check_independent(gradients, model, plan)
+            is_fixed = not rows_are_alike(widths_of(model.encoder), torch.get_num_threads())
+            if is_fixed:
+                append_log(folder, FIXED_SHAPES)
+            _check_independent(gradients, model, plan, is_fixed)
             corpus = (
                 None if plan.training.subspace is None else public_corpus(plan.training.subspace, account.public_texts)
             )
@@ -117,6 +128,7 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
                     space=space,
                     mechanism=mechanism,
                     statement=statement,
+                    is_fixed=is_fixed,
                 ),
             )
 
@@ -141,22 +153,22 @@ def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGr
     return gradients
 
 
-def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan) -> None:
+def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan, is_fixed: bool) -> None:
     """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
 
-    Batches have the shapes of the training, at its shortest, middle and longest padded length; the frozen layers are
-    run too. Descriptions are repeated up to the length, less a few tokens.
+    Batches have the largest and the smallest shape of the training, at its shortest and longest padded length; the
+    frozen layers are run too. Descriptions are repeated up to the length, less a few tokens.
 
     Raises:
         DpmergeError: DPM-502 if an example's gradient depends on its company.
     """
     tokens = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
     most = plan.base.max_length
-    lengths = sorted({padded_length(count, most) for count in range(1, most + 1)})
-    for length in sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]}):
-        num_examples = num_rows(length, gradients.capacity)
-        if num_examples < 2:
-            return  # batches of one: no example has company
+    for length in sorted({padded_length(1, most), padded_length(most, most)}):
+        shapes = shapes_of(length, gradients.capacity, is_fixed=is_fixed)
+        if shapes.most < 2:
+            continue  # batches of one: no example has company
+        num_examples = shapes.most
         filled = [(tokens[n % len(tokens)] * length)[: max(1, length - n % 4)] for n in range(num_examples)]
         ids, mask = pad(filled, int(model.base.tokenizer.pad_token_id), length)
         labels = torch.arange(num_examples) % len(tokens)
@@ -166,7 +178,7 @@ def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: 
             scores = model.classifier(hidden, mask[places])
             return nn.functional.cross_entropy(scores, labels[places], reduction="none")
 
-        gradients.check_independent(losses, num_examples, num_bystanders=gradients.capacity)
+        gradients.check_independent(losses, num_examples, num_bystanders=gradients.capacity, fewest=shapes.least)
 
 
 def _statement(

@@ -6,6 +6,7 @@ only, and end with the process. The server uses the same code on public test dat
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,18 +17,23 @@ from torch import Tensor
 from dpmerge.common.model import Base
 from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, tokenize
 
-ROWS_UNIT = 12
-"""Every batch has a multiple of so many rows, or one. Then matrix products have whole tiles on every processor tried,
-and a row's bits do not depend on its place: 12 · 4 = 48 tokens are a multiple of the tiles of SSE, AVX2 and AVX-512.
+TILE_TOKENS = 48
+"""A batch has a multiple of so many tokens, or one record. Matrix products then consist of whole tiles of SSE, AVX2 and
+AVX-512, and on every processor tried a row's bits depend neither on its place nor on how many rows there are.
 """
 
-ENCODE_BATCH = 4 * ROWS_UNIT
+LEAST_TOKENS, LEAST_TOKENS_OF_THREADS, MOST_TOKENS = 96, 240, 768
+"""Of a batch with several records: smaller products take other routines, more so where threads share them. The upper
+bound keeps the sizes few enough to try them all when a training begins (`row_bits.py`).
+"""
+
+ENCODE_BATCH = TILE_TOKENS
 """Rows per forward pass through the trunk, whatever the length and however many records there are."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Some records at the split, in a shape that depends on their padded length alone.
+    """Some records at the split, filled up to an allowed shape.
 
     Attributes:
         records: Positions in the data set, int64 [m].
@@ -57,31 +63,51 @@ def fill(rows: Tensor, num_rows: int) -> Tensor:
     return torch.cat([rows, rows[:1].expand(missing, *rows.shape[1:])]) if missing else rows
 
 
-def num_rows(length: int, capacity: int) -> int:
-    """Return how many rows each batch of one padded length has, in the whole of a training.
+@dataclass(frozen=True)
+class Shapes:
+    """How many rows the batches of one padded length may have, in the whole of a training.
 
-    Short records come in larger batches: about as many as an expected number of records has at that length. A
-    capacity below `ROWS_UNIT` gives batches of one, in which no record has company.
+    Attributes:
+        unit: The fewest records that have a multiple of `TILE_TOKENS` tokens together.
+        least: Fewest rows of a batch; a multiple of the unit, or 1.
+        most: Most rows; a multiple of the unit, or 1, and then no record has company.
+    """
+
+    unit: int
+    least: int
+    most: int
+
+    def rows_for(self, num_records: int) -> int:
+        """Return how many rows a batch of 1 to `most` records has: the next allowed number."""
+        return max(self.least, -(-num_records // self.unit) * self.unit)
+
+
+def shapes_of(length: int, capacity: int, *, is_fixed: bool = False) -> Shapes:
+    """Return the shapes of batches of one padded length.
 
     Args:
         length: Padded length.
         capacity: Most rows that a batch may have.
+        is_fixed: Allow one shape only, where a row's bits depend on how many rows there are.
 
-    >>> [num_rows(length, 128) for length in (12, 16, 20, 32)], num_rows(32, 4096), num_rows(32, 11)
-    ([36, 24, 24, 12], 384, 1)
+    >>> shapes_of(12, 128).most, shapes_of(32, 128), shapes_of(32, 128, is_fixed=True).least, shapes_of(32, 2).most
+    (64, Shapes(unit=3, least=3, most=24), 24, 1)
     """
-    if capacity < ROWS_UNIT:
-        return 1
-    units = max(1, round(capacity / (4 * length)))
-    return min(ROWS_UNIT * units, capacity - capacity % ROWS_UNIT)
+    unit = TILE_TOKENS // math.gcd(TILE_TOKENS, length)
+    wanted = LEAST_TOKENS if torch.get_num_threads() == 1 else LEAST_TOKENS_OF_THREADS
+    least = unit * -(-wanted // (unit * length))
+    most = min(capacity, MOST_TOKENS // length) // unit * unit
+    if most < least:
+        return Shapes(1, 1, 1)
+    return Shapes(unit, most if is_fixed else least, most)
 
 
 class Activations:
     """Every record's hidden states at the split, grouped by padded length so that no batch mixes lengths.
 
-    Guarantees: a record's batches have one shape, which depends on that record alone, since its padded length does.
-    What is computed for it is then the same to the last bit in any company, as far as the machine's
-    matrix products give rows of one shape equal bits at every place; docs/noise.md says where that was measured.
+    Guarantees: a record's padded length depends on that record alone, and its batches have shapes in which, as far as
+    was measured, a row's bits depend neither on its place nor on how many rows there are (docs/noise.md). What is
+    computed for a record is then the same to the last bit in any company.
     """
 
     def __init__(
@@ -92,6 +118,7 @@ class Activations:
         *,
         max_length: int,
         cached: bool = True,
+        is_fixed: bool = False,
         on_progress: Callable[[int], None] = lambda _num_done: None,
     ) -> None:
         """Encode the texts.
@@ -103,10 +130,11 @@ class Activations:
             max_length: Tokens kept per text, special tokens included.
             cached: Keep the trunk's output (default). False keeps token ids and runs the trunk again whenever a
                 record is drawn, in batches of the same shape, for data sets whose activations do not fit into memory.
+            is_fixed: Give all batches of one length one shape, for machines on which rows depend on their number.
             on_progress: Called with the number of records done so far.
         """
         self._split = split
-        self._cached = cached
+        self._cached, self._is_fixed = cached, is_fixed
         by_length: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         for record, tokens in enumerate(tokenize(base, texts, max_length)):
             by_length[padded_length(len(tokens), max_length)].append((record, tokens))
@@ -140,7 +168,7 @@ class Activations:
         return len(self._place)
 
     def batches(self, records: Tensor, capacity: int) -> Iterator[Batch]:
-        """Split records (positions, int64 [m]) into physical batches of equal padded length, in the length's one shape.
+        """Split records (positions, int64 [m]) into physical batches of equal padded length, in shapes of that length.
 
         An empty choice gives no batch.
 
@@ -150,12 +178,15 @@ class Activations:
         """
         groups = self._place[records, 0]
         for group in torch.unique(groups).tolist():
-            shape = num_rows(self._masks[group].shape[1], capacity)
-            for members in torch.split(records[groups == group], max(shape, ENCODE_BATCH) // shape * shape):
+            shapes = shapes_of(self._masks[group].shape[1], capacity, is_fixed=self._is_fixed)
+            for members in torch.split(
+                records[groups == group], max(shapes.most, ENCODE_BATCH) // shapes.most * shapes.most
+            ):
                 rows = self._place[members, 1]
                 states, masks = self._states[group][rows], self._masks[group][rows]
                 if not self._cached:
                     states = torch.cat(list(self._encoded(states, masks)))
-                pieces = (torch.split(values, shape) for values in (members, states, masks))
+                pieces = (torch.split(values, shapes.most) for values in (members, states, masks))
                 for some, hidden, mask in zip(*pieces, strict=True):
-                    yield Batch(some, fill(hidden, shape), fill(mask, shape))
+                    num_rows = shapes.rows_for(len(some))
+                    yield Batch(some, fill(hidden, num_rows), fill(mask, num_rows))

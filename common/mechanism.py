@@ -30,7 +30,7 @@ MIN_SECURE_NOISE_MULTIPLIER = 1 / 16
 COMPANY_MARGIN = 2.0**-10
 """Share of C that clipping leaves free, for rows of other units that rounding may change when one comes or goes.
 
-Rows are computed in fixed shapes, in which they did not change by a bit wherever that was measured. The margin is for
+Rows are computed in shapes in which they did not change by a bit wherever that was measured. The margin is for
 what was not measured; docs/noise.md derives how much it covers.
 """
 

@@ -21,10 +21,10 @@ from dpmerge.common.model import Base
 from dpmerge.common.tabular.rows import max_characters
 
 INTERRUPTIONS = (KeyboardInterrupt, SystemExit, GeneratorExit)
-LENGTHS = (12, 16, 20, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Token counts are padded to one of these, beyond them to a multiple of the last: few of them fill their batches best.
+LENGTHS = (12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts are padded to one of these, beyond them to a multiple of the last.
 
-All are multiples of 4, so that a multiple of 12 records has a multiple of 48 tokens (`activations.ROWS_UNIT`).
+Of each, at most four records have a multiple of 48 tokens (`activations.TILE_TOKENS`), so little fills up a batch.
 """
 _STEP = 4
 
@@ -183,8 +183,8 @@ def padded_length(num_tokens: int, max_length: int) -> int:
 
     No record is padded beyond `max_length`, rounded up to a multiple of 4.
 
-    >>> padded_length(9, 32), padded_length(12, 32), padded_length(21, 32), padded_length(21, 22)
-    (12, 12, 32, 24)
+    >>> padded_length(9, 32), padded_length(12, 32), padded_length(25, 32), padded_length(21, 20)
+    (12, 12, 32, 20)
     """
     ladder = next((length for length in LENGTHS if num_tokens <= length), -(-num_tokens // LENGTHS[-1]) * LENGTHS[-1])
     return min(ladder, -(-max_length // _STEP) * _STEP)

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpmerge.common.activations import ROWS_UNIT, Activations, num_rows
+from dpmerge.common.activations import LEAST_TOKENS, MOST_TOKENS, TILE_TOKENS, Activations, Shapes, shapes_of
 from dpmerge.common.attention import ALWAYS_MASKED
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
@@ -81,7 +81,8 @@ def test_activations_are_the_same_however_records_are_drawn(base):
         pairs = list(zip(cached.batches(drawn, capacity), uncached.batches(drawn, capacity), strict=True))
         for a, b in pairs:  # the trunk ran in one shape, but a record had another place: equal bits are not promised
             assert (a.hidden - b.hidden).norm() <= 1e-6 * a.hidden.norm()
-            assert len(a.records) <= len(a.hidden) == len(a.mask) == num_rows(a.hidden.shape[1], capacity) <= capacity
+            rows = shapes_of(a.hidden.shape[1], capacity).rows_for(len(a.records))
+            assert len(a.records) <= len(a.hidden) == len(a.mask) == rows <= capacity
         assert sorted(torch.cat([a.records for a, _ in pairs]).tolist()) == sorted(drawn.tolist())
     assert list(cached.batches(torch.empty(0, dtype=torch.long), 8)) == []
 
@@ -156,11 +157,18 @@ def test_a_length_that_the_model_cannot_run_is_found_on_made_up_texts(base):
         check_reach(base, split.trunk, 513)
 
 
-def test_a_batch_has_the_shape_of_its_length_whatever_is_drawn(base):
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_batch_has_a_shape_of_its_length_whatever_is_drawn(base, is_fixed):
     split = SplitEncoder(base.encoder, base.layers, 1)
-    data = Activations(base, split, TEXTS * 10, max_length=32)
-    shapes = [{batch.hidden.shape for batch in data.batches(torch.arange(count), 64)} for count in (40, 7, 4)]
-    assert shapes[0] == shapes[1] == shapes[2]
+    data = Activations(base, split, TEXTS * 10, max_length=32, is_fixed=is_fixed)
+    for count in (40, 7, 4):
+        for batch in data.batches(torch.arange(count), 64):
+            num_rows, length = batch.mask.shape
+            shapes = shapes_of(length, 64, is_fixed=is_fixed)
+            assert num_rows % shapes.unit == 0
+            assert shapes.least <= num_rows <= shapes.most
+            assert not is_fixed or num_rows == shapes.most
+            assert num_rows - len(batch.records) < max(shapes.unit, shapes.least)
     for batch in data.batches(torch.arange(7), 64):
         assert torch.equal(batch.filled[: len(batch.records)], batch.records)
         assert (batch.filled[len(batch.records) :] == batch.records[0]).all()
@@ -171,10 +179,17 @@ def test_a_batch_has_the_shape_of_its_length_whatever_is_drawn(base):
 
 def test_shapes_are_whole_tiles():
     for capacity in (1, 11, 12, 64, 128, 1000):
-        for length in LENGTHS:
-            rows = num_rows(length, capacity)
-            assert rows == 1 or (rows % ROWS_UNIT == 0 and rows * length % 48 == 0)
-            assert rows <= capacity
+        for length in (*LENGTHS, 20, 28, 516):
+            shapes = shapes_of(length, capacity)
+            if shapes.most == 1:
+                assert shapes == Shapes(1, 1, 1)
+                continue
+            for count in range(1, shapes.most + 1):
+                rows = shapes.rows_for(count)
+                assert count <= rows <= min(capacity, MOST_TOKENS // length)
+                assert rows * length % TILE_TOKENS == 0
+                assert rows * length >= LEAST_TOKENS
+    assert all(shapes_of(length, 128).most > 1 for length in LENGTHS[:8])
     assert all(padded_length(n, 30) % 4 == 0 and n <= padded_length(n, 30) <= 32 for n in range(1, 31))
 
 
