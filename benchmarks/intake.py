@@ -27,7 +27,7 @@ import torch
 
 from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.signed_release import sign_release
-from dpmerge.common import accounting, statement
+from dpmerge.common import accounting
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.config import PartyPlan, parse_federation, party_plan
 from dpmerge.common.key_list import KeyList
@@ -110,7 +110,7 @@ def main() -> None:
 
 def forget() -> None:
     """Empty the accountants' caches."""
-    for cached in (cross_check, accounting._composed, accounting._calibrated, statement._epsilon):
+    for cached in (accounting._epsilon_at, accounting._composed, accounting._rdp, accounting._prv):
         cached.cache_clear()
 
 

@@ -6,7 +6,6 @@ site's rules, what was charged before. It may be told in words. What comes after
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dpmerge.client.trained_space import TrainedSpace, trained_space
 from dpmerge.common.accounting import cross_check
 from dpmerge.common.activations import shapes_of
 from dpmerge.common.config import FileSource, PartyPlan
+from dpmerge.common.files import append_file
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapter_config
 from dpmerge.common.public_corpus import PublicCorpus, public_corpus
@@ -135,9 +135,7 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
 
 def append_log(folder: Path, text: str) -> None:
     """Append to the party's own log, readable by its owner only."""
-    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as log:
-        log.write(text)
+    append_file(folder / "party.log", text)
 
 
 def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGradients:

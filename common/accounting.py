@@ -116,14 +116,13 @@ def _epsilon(mechanisms: Sequence[Mechanism], delta: float, *, pessimistic: bool
     parts = _parts(mechanisms)
     rdp = _rdp(parts, left)  # a cheap look first: hopeless loss distributions outgrow memory
     _refuse_unless(rdp <= _MAX_RDP, f"RDP gives epsilon = {rdp:.3g}, far above {MAX_EPSILON:g}", remedy)
-    loss = _composed(parts, left, pessimistic, 1)
     epsilon = -1.0
-    larger = loss.epsilon(left)
+    larger = _epsilon_at(parts, left, left, pessimistic, 1)
     while larger > epsilon:  # the sampler's charge grows with ε and ε with the charge: climb to the least fixed point
         epsilon = larger
         _refuse_unless(epsilon <= MAX_EPSILON, f"epsilon = {epsilon:g} is above {MAX_EPSILON:g}", remedy)
         again = _delta_left(mechanisms, delta, epsilon)
-        larger = epsilon if again == left else loss.epsilon(again)
+        larger = epsilon if again == left else _epsilon_at(parts, left, again, pessimistic, 1)
     return epsilon
 
 
@@ -143,6 +142,7 @@ def epsilon_prv(mechanism: Mechanism) -> float:
     return _prv(_parts((mechanism,)), _delta_left((mechanism,), mechanism.target_delta, epsilon), epsilon)
 
 
+@lru_cache(maxsize=256)
 def _prv(parts: _Parts, delta: float, epsilon: float) -> float:
     from opacus.accountants import PRVAccountant  # seconds to import, and only a cross-check needs it
 
@@ -156,7 +156,6 @@ def _prv(parts: _Parts, delta: float, epsilon: float) -> float:
         return float(accountant.get_epsilon(delta, eps_error=error))
 
 
-@lru_cache(maxsize=64)
 def cross_check(mechanism: Mechanism) -> Accounting:
     """Return the claim together with its witnesses, or refuse it.
 
@@ -252,7 +251,7 @@ def _calibrated(unit_noise: Mechanism, target: float) -> Mechanism:
     def epsilon_at(scale: float, coarseness: int) -> float:
         parts = _parts((_scaled(free, scale),))
         rdp = _rdp(parts, delta) if _is_wide(parts) else 0.0  # which takes as long as a coarse composition
-        return rdp if rdp > _MAX_RDP else _composed(parts, delta, True, coarseness).epsilon(delta)
+        return rdp if rdp > _MAX_RDP else _epsilon_at(parts, delta, delta, True, coarseness)
 
     scale = _least_scale(lambda s: epsilon_at(s, 10), target, start=1.0, step=math.log(2))
     if not (1 - 2e-5) * target <= epsilon_at(scale, 1) <= target:
@@ -301,6 +300,16 @@ def _parts(mechanisms: Sequence[Mechanism]) -> _Parts:
     return tuple((sigma, q, count) for (sigma, q), count in counts.items())
 
 
+@lru_cache(maxsize=1024)
+def _epsilon_at(parts: _Parts, delta: float, asked: float, pessimistic: bool, coarseness: int) -> float:
+    """Return ε at `asked` of the distribution composed for `delta`.
+
+    Remembered by its numbers, whoever has them: of two hundred parties many have the same, whatever else differs, and
+    every one is checked several times.
+    """
+    return _composed(parts, delta, pessimistic, coarseness).epsilon(asked)
+
+
 @lru_cache(maxsize=8)
 def _composed(parts: _Parts, delta: float, pessimistic: bool, coarseness: int) -> Loss:
     """Return the loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
@@ -321,6 +330,7 @@ def _is_wide(parts: _Parts) -> bool:
     return math.fsum(squares) > _MAX_RDP / 2
 
 
+@lru_cache(maxsize=1024)
 def _rdp(parts: _Parts, delta: float) -> float:
     accountant = RdpAccountant(orders=_RDP_ORDERS)
     for sigma, q, count in parts:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import is_within
@@ -21,8 +20,7 @@ SPLIT_MARK = "::"
 FileId: TypeAlias = tuple[int, int]  # device, inode
 
 
-@dataclass(frozen=True)
-class DataPath:
+class DataPath(NamedTuple):
     """What a data path names.
 
     Attributes:

@@ -7,7 +7,6 @@ protected) and tier 3 of OpenDP's registry of deployments (enough to recompute t
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, Literal
 
 from dpmerge.common.accounting import Accounting, cross_check, epsilon_pld
@@ -219,7 +218,7 @@ def _check_epsilon(claimed: object, mechanism: Mechanism) -> None:
         raise _refusal("epsilon is not claimed")
     check_cost(mechanism)
     try:
-        computed = _epsilon(mechanism)
+        computed = epsilon_pld(mechanism)
     except DpmergeError as error:
         raise _refusal(f"the statement cannot be accounted: {error.problem}") from error
     agrees = abs(claimed - computed) <= _TOLERANCE
@@ -262,12 +261,6 @@ def check_cost(mechanism: Mechanism) -> None:
         cells = max(cells, reach / min(1e-4, loss / 40))
     problem = f"the statement's mechanism takes about {cells:.2g} cells to account, and {MAX_LOSS_CELLS} are allowed"
     _refuse_unless(cells <= MAX_LOSS_CELLS, problem)
-
-
-@lru_cache(maxsize=256)
-def _epsilon(mechanism: Mechanism) -> float:
-    """Remember ε of a mechanism: of two hundred parties, many have the same, and every one is checked twice."""
-    return epsilon_pld(mechanism)
 
 
 def _refuse_unless(holds: bool, problem: str) -> None:

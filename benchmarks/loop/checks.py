@@ -7,7 +7,6 @@ has a part in (Bonferroni): of all checks on a sound loop together, at most one 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.common.clip_grid import ClipGrid
 from dpmerge.common.subspace import CLIP_QUANTILE
 
-from .observe import LEARNING_RATE, RHO, Noise, Observed, Rows, _base
+from .observe import LEARNING_RATE, RHO, Noise, Observed, Rows, fresh_base
 from .queries import Loop, Query
 
 ALPHA = 1e-4
@@ -204,7 +203,7 @@ _models: dict[object, PartyModel] = {}
 
 def _own_gradient(seen: Observed, theta: Tensor, record: int) -> Tensor:
     if seen.form not in _models:
-        _models[seen.form] = party_model(copy.deepcopy(_base(seen.plan.base.model)), seen.plan)
+        _models[seen.form] = party_model(fresh_base(seen.plan.base.model), seen.plan)
     model = _models[seen.form]
     parameters = [parameter for parameter in model.classifier.parameters() if parameter.requires_grad]
     with torch.no_grad():

@@ -16,7 +16,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,7 @@ from dpmerge.common import accounting
 from dpmerge.common.activations import Activations
 from dpmerge.common.config import PartyPlan, load_federation, party_plan
 from dpmerge.common.mechanism import Mechanism, mechanism_of
-from dpmerge.common.model import load_base
+from dpmerge.common.model import Base, load_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,10 +181,18 @@ class Observed:
         return torch.cat([value.flatten() for name, value in adapter.items() if "lora_B" in name]).sort().values
 
 
-_base = cache(load_base)
 _accounted = {
     name: lru_cache(maxsize=None)(getattr(accounting, name)) for name in ("calibrate", "cross_check", "epsilon_pld")
 }
+
+
+_base = cache(load_base)
+
+
+def fresh_base(model: str) -> Base:
+    """Return a base model whose encoder nobody else has; the tokenizer, which takes longer to copy, all share."""
+    base = _base(model)
+    return replace(base, encoder=copy.deepcopy(base.encoder))
 
 
 def everywhere(original: Any, replacement: Any) -> Any:
@@ -225,7 +233,7 @@ def observe(form: Form, folder: Path) -> Observed:
         for name, remembered in _accounted.items():
             stack.enter_context(everywhere(getattr(accounting, name), remembered))
         stack.enter_context(_watched(seen, ledger))
-        seen.release = party.run_party(plan, copy.deepcopy(_base(plan.base.model)), folder / "party")
+        seen.release = party.run_party(plan, fresh_base(plan.base.model), folder / "party")
     seen.charged = mechanism_of(_charge(ledger) or {})
     return seen
 

@@ -40,7 +40,7 @@ def check_place(path: str | Path) -> None:
     Raises:
         DpmergeError: DPM-203 if nothing is there, or nothing of a known kind.
     """
-    source, mark = _parts(path)
+    source, mark = data_path(path)
     suffix = source.suffix.lower()
     if source.is_dir() or (source.is_file() and _reader(suffix, mark) is not None):
         return
@@ -62,7 +62,7 @@ def tables(path: str | Path, wanted: Wanted) -> Iterator[tuple[str, Table]]:
             one must have it, if all declare a schema.
     """
     check_place(path)
-    source, mark = _parts(path)
+    source, mark = data_path(path)
     reader = _reader(source.suffix.lower(), mark)
     if source.is_file() and reader is not None:
         table = reader(source, wanted)
@@ -80,11 +80,6 @@ def tables(path: str | Path, wanted: Wanted) -> Iterator[tuple[str, Table]]:
         present = {key: name for key, name in wanted.items() if name in (columns or ())}
         check_columns(file, present, columns)  # for those that are there twice
         yield f"{file.relative_to(source)} ", READERS[file.suffix.lower()](file, wanted)
-
-
-def _parts(path: str | Path) -> tuple[Path, str]:
-    named = data_path(path)
-    return named.place, named.split
 
 
 def _reader(suffix: str, mark: str) -> Callable[[Path, Wanted], Table] | None:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dpmerge.common.reading import opened
-from dpmerge.common.untrusted import MAX_HEADER_BYTES, ReleaseRefused, parse_header
+from dpmerge.common.untrusted import MAX_LOCAL_HEADER_BYTES, ReleaseRefused, parse_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -95,8 +95,9 @@ def open_tensors(
         ReleaseRefused: As `parse_tensors`.
     """
     with opened(path, MAX_ADAPTER_BYTES, links=links) as file:
-        head = file.read(8 + MAX_HEADER_BYTES)
-        header, _ = parse_header(head, os.fstat(file.fileno()).st_size, origin, dtypes)
+        head = file.read(8)
+        head += file.read(min(int.from_bytes(head, "little"), MAX_LOCAL_HEADER_BYTES))
+        header, _ = parse_header(head, os.fstat(file.fileno()).st_size, origin, dtypes, MAX_LOCAL_HEADER_BYTES)
         for key, entry in header.items():
             if math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize > MAX_TENSOR_BYTES:
                 problem = f"{origin}: {key} has more than {MAX_TENSOR_BYTES} bytes"

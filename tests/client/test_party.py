@@ -439,3 +439,11 @@ def test_public_data_that_give_no_directions_are_refused_before_any_charge(plan,
     with pytest.raises(DpmergeError, match=r"DPM-505: subspace.k = 1000000 exceeds the"):
         release_of(replace(changed, training=replace(changed.training, subspace=entirely)), tmp_path / "a")
     assert Ledger(tmp_path / "a" / "ledger.jsonl").entries() == []
+
+
+def test_the_partys_log_is_written_through_no_link(tmp_path):
+    (tmp_path / "elsewhere").touch()
+    (tmp_path / "party.log").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=r"party\.log"):
+        preparation.append_log(tmp_path, "words")
+    assert not (tmp_path / "elsewhere").stat().st_size

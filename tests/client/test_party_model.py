@@ -52,7 +52,7 @@ def add_embeddings(_encoder, args, output):
     return output
 
 
-@pytest.mark.parametrize("name", ["DeBERTa v2", "DeBERTa v3"])
+@pytest.mark.parametrize("name", [pytest.param("DeBERTa v2", marks=pytest.mark.slow), "DeBERTa v3"])
 def test_records_that_share_a_layers_input_are_trained_one_at_a_time(name, tmp_path, product_files):
     architectures.tiny_base(name, tmp_path / "model")
     plan = make_plan(tmp_path / "model", product_files[0])

@@ -5,10 +5,9 @@ second one, whose records differ in one: every point at which the mechanism is a
 release must then be equal to the last bit; and of the rows that a query sums, at most one may differ.
 """
 
-import copy
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from unittest import mock
 
 import torch
@@ -17,7 +16,6 @@ from torch import Tensor
 from dpmerge.client import party, train, trained_space
 from dpmerge.client.privatiser import Privatiser
 from dpmerge.common.config import load_federation, party_plan
-from dpmerge.common.model import load_base
 
 from .loop import observe as loop_observe
 
@@ -125,9 +123,6 @@ class Transcript:
     release: dict[str, bytes] = field(default_factory=dict)
 
 
-_base = cache(load_base)
-
-
 def record(folder, form: str) -> Transcript:
     """Train on the records, undisturbed."""
     return observe(*_party(folder / "records", form, (*COMMON, *LAST[: 2 if "user" in form else 1])))
@@ -144,7 +139,7 @@ def _party(folder, form, records):
     (folder / "public.txt").write_text("\n".join(PUBLIC))
     (folder / "federation.toml").write_text(FEDERATION.format_map(defaultdict(str, DEFAULTS | FORMS[form])))
     plan = party_plan(load_federation(folder / "federation.toml"), "shop")
-    return plan, copy.deepcopy(_base(plan.base.model)), folder / "party"
+    return plan, loop_observe.fresh_base(plan.base.model), folder / "party"
 
 
 def observe(plan, base, folder, *, answered_by: Transcript | None = None) -> Transcript:

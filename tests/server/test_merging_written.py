@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release import write_release
+from dpmerge.common.untrusted import MAX_HEADER_BYTES
 from dpmerge.server.merging.deltas import Adapter, read_adapter
 from dpmerge.server.merging.gate import inspect
 from dpmerge.server.merging.merge import as_release, merge
@@ -96,6 +97,12 @@ def test_many_modules_of_many_ranks_are_read_and_read_again(tmp_path: Path, coun
     again = read_adapter(twice)
     assert len(again.modules) == count
     assert all(torch.equal(again.modules[name].delta(), item.delta()) for name, item in own.modules.items())
+
+
+def test_a_header_as_long_as_that_of_a_mixture_of_experts_is_read(tmp_path: Path) -> None:
+    shop = adapter(tmp_path / "shop", tensors_for(["q"]))
+    save_file(tensors_for(["q"]), shop / "adapter_model.safetensors", {"note": "x" * (MAX_HEADER_BYTES + 1)})
+    assert len(read_adapter(shop).modules) == 1
 
 
 @pytest.mark.slow

@@ -18,7 +18,10 @@ from dpmerge.common.config import load_federation, party_plan
 from dpmerge.common.model import load_base
 from dpmerge.common.release import ADAPTER, release_files
 from dpmerge.common.tasks import load_task
+from dpmerge.simulations import federation as federation_module
+from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.results import load_results
+from tests.deployment.small_federation import collect_directly
 
 FEDERATION = """
 [base]
@@ -137,25 +140,27 @@ def test_simulation_and_a_lone_party_give_the_same_bytes(first_run, tmp_path):
     assert alone[ADAPTER] == release_files(out / "releases" / "shop")[ADAPTER]
 
 
-def test_resume_refuses_another_configuration_by_key(first_run):
+def test_resume_refuses_another_configuration_by_key(first_run, dpmerge):
     path, out, _ = first_run
     changed = path.with_name("changed.toml")
     changed.write_text(path.read_text().replace("learning_rate = 0.01", "learning_rate = 0.02"))
-    process = simulate(changed, out, "--resume")
-    assert process.returncode == 2
-    assert process.stderr.startswith("DPM-302: ")
-    assert "training.learning_rate" in process.stderr
-    assert process.stderr.count("\n") == 1
+    code, _, err = dpmerge("simulate", changed, "--out", out, "--format", "json", "--resume")
+    assert code == 2
+    assert err.startswith("DPM-302: ")
+    assert "training.learning_rate" in err
+    assert err.count("\n") == 1
 
 
-def test_resume_keeps_finished_releases_and_trains_the_rest(first_run, product_files):
+def test_resume_keeps_finished_releases_and_trains_the_rest(first_run, product_files, monkeypatch):
+    """With calls in place of Flower, which the slow test of an interruption resumes under."""
     path, out, _ = first_run
     before = release_files(out / "releases" / "cinema")
     ledger = (out / "parties" / "cinema" / "ledger.jsonl").read_bytes()
     (path.parent / "late.csv").write_bytes(product_files[0].read_bytes())
-    process = simulate(path, out, "--resume")
-    assert process.returncode == 0, process.stderr
-    results = load_results(out)
+    monkeypatch.setattr(federation_module, "collect", collect_directly)
+    results = federation_module.run(load_federation(path), out, mode="resume", num_cpus=1, progress=Progress("silent"))
+    assert results.complete
+    assert load_results(out) == results
     assert release_files(out / "releases" / "cinema") == before
     assert (out / "parties" / "cinema" / "ledger.jsonl").read_bytes() == ledger
     late = results.parties[2]

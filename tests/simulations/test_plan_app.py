@@ -81,7 +81,7 @@ def told(result):
 
 @pytest.mark.parametrize(
     "subspace",
-    [pytest.param("", marks=pytest.mark.slow), SUBSPACE.format(k=8), AUTO],
+    [*(pytest.param(lines, marks=pytest.mark.slow) for lines in ("", SUBSPACE.format(k=8))), AUTO],
     ids=["full", "subspace", "auto"],
 )
 def test_a_training_states_and_writes_what_was_planned(plan, folder, tmp_path, subspace):
