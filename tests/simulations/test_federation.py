@@ -158,9 +158,9 @@ def test_resume_keeps_finished_releases_and_trains_the_rest(first_run, product_f
     ledger = (out / "parties" / "cinema" / "ledger.jsonl").read_bytes()
     (path.parent / "late.csv").write_bytes(product_files[0].read_bytes())
     monkeypatch.setattr(federation_module, "collect", collect_directly)
-    results = federation_module.run(load_federation(path), out, mode="resume", num_cpus=1, progress=Progress("silent"))
+    federation_module.run(load_federation(path), out, mode="resume", num_cpus=1, progress=Progress("silent"))
+    results = load_results(out)
     assert results.complete
-    assert load_results(out) == results
     assert release_files(out / "releases" / "cinema") == before
     assert (out / "parties" / "cinema" / "ledger.jsonl").read_bytes() == ledger
     late = results.parties[2]
