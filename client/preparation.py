@@ -6,10 +6,10 @@ site's rules, what was charged before. It may be told in words. What comes after
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.trained_space import TrainedSpace, trained_space
 from dpmerge.common.accounting import cross_check
-from dpmerge.common.activations import num_rows
+from dpmerge.common.activations import ENCODE_BATCH, fill, num_rows
 from dpmerge.common.config import FileSource, PartyPlan
+from dpmerge.common.files import append_file
 from dpmerge.common.mechanism import Mechanism
 from dpmerge.common.model import Base, adapter_config
 from dpmerge.common.public_corpus import PublicCorpus, public_corpus
@@ -96,9 +97,7 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
         for note in model.notes:
             append_log(folder, f"{note}\n")
         with _gradients(model, plan, folder) as gradients:
-            check_reach(
-                base, lambda ids, mask: model.classifier(model.split.trunk(ids, mask), mask), plan.base.max_length
-            )
+            check_reach(base, partial(_run, model), plan.base.max_length)
             _check_independent(gradients, model, plan)
             corpus = (
                 None if plan.training.subspace is None else public_corpus(plan.training.subspace, account.public_texts)
@@ -123,9 +122,7 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
 
 def append_log(folder: Path, text: str) -> None:
     """Append to the party's own log, readable by its owner only."""
-    descriptor = os.open(folder / "party.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(descriptor, "a", encoding="utf-8", errors="backslashreplace") as log:
-        log.write(text)
+    append_file(folder / "party.log", text)
 
 
 def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGradients:
@@ -167,6 +164,15 @@ def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: 
             return nn.functional.cross_entropy(scores, labels[places], reduction="none")
 
         gradients.check_independent(losses, num_examples, num_bystanders=gradients.capacity)
+
+
+def _run(model: PartyModel, ids: Tensor, mask: Tensor) -> None:
+    """Run the model on one record [1, length], its trunk on as many as are encoded at once.
+
+    Else the first record of a length might be the first to need that memory.
+    """
+    hidden = model.split.trunk(fill(ids, ENCODE_BATCH), fill(mask, ENCODE_BATCH))
+    model.classifier(hidden[:1], mask)
 
 
 def _statement(
