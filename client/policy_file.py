@@ -49,7 +49,7 @@ def load_policy(path: Path) -> Policy:
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as problem:  # ValueErrors are wrong bytes, and wrong TOML
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise DpmergeError("DPM-101", f"{path} cannot be read: {reason}", "write it as docs/ledger.md shows") from None
     where = path.name

@@ -10,8 +10,10 @@ from dpmerge.common.errors import DpmergeError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """What an `OSError` says of storage that takes no more; nothing in a configuration can mend it."""
-NO_PLACE = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""What it says of a path that cannot be what is wanted: its rights, its name, or what lies there."""
+NO_PLACE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
+)
+"""What it says of a path that cannot be what is wanted: its rights, its name, what lies there, a disk that fails."""
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
@@ -52,7 +54,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Say which file an `OSError` of the block is about: the operating system names none when a write fails."""
+    """Say which file an `OSError` of the block is about: the system names none when a read or write fails."""
     try:
         yield
     except OSError as problem:
