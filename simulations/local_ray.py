@@ -22,7 +22,7 @@ from dpmerge.common.errors import DpmergeError
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory: only messages and releases pass through it."""
 
-LONGEST_FOLDER = 40
+LONGEST_FOLDER = 38
 """Ray puts up to 65 characters below its folder, and the path of a socket has at most 107 of them."""
 
 
@@ -46,7 +46,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
-                _temp_dir=folder,
+                _temp_dir=str(Path(folder, "r")),  # Ray opens its folder to all users; the one around it is ours
             )
         except Exception as error:  # Ray fails in as many ways as there are machines
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
