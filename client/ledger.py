@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,9 +29,11 @@ from filelock import FileLock
 from dpmerge.client.budget import Cap, check_cap
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import make_durable, replace_file
+from dpmerge.common.reading import NoPlainFile, TooLarge, read_file
 from dpmerge.common.untrusted import ReleaseRefused, parse_json
 
 GENESIS = "0" * 64
+MAX_LEDGER_BYTES = 1 << 28
 RESERVATION = "reservation"
 """File in a party's folder that names the reservation under which the folder trains."""
 
@@ -103,7 +106,7 @@ class Ledger:
             DpmergeError: DPM-504 if it is there.
         """
         with self._lock:
-            if self._path.exists():
+            if os.path.lexists(self._path):  # a link too: it may lead to a volume that is not mounted
                 fix = "keep it: what it holds was spent"
                 raise DpmergeError("DPM-504", f"the ledger {self._path.name} exists", fix)
             content = b"" if bound is None else _line(_binding(bound), GENESIS)
@@ -248,9 +251,11 @@ class Ledger:
 
     def _content(self) -> bytes:
         try:
-            return self._path.read_bytes()
+            return read_file(self._path, MAX_LEDGER_BYTES)
         except FileNotFoundError:
             raise DpmergeError("DPM-504", f"the ledger {self._path} is not there", _RESTORE) from None
+        except (NoPlainFile, TooLarge) as refusal:  # a line added through a link would leave the linked file behind
+            raise DpmergeError("DPM-504", f"the ledger {refusal.problem}", "put the ledger itself there") from None
 
     def _append(self, entry: dict[str, Any]) -> None:
         content = self._content() + _line(entry, self.head())

@@ -20,6 +20,7 @@ population = 3000
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from dpmerge.common.accounting import MAX_EPSILON
 from dpmerge.common.config_rules import PARTY_NAME
 from dpmerge.common.data_path import SPLIT_MARK, place_of, share_files
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.kinds import same
 from dpmerge.common.large_delta import MIN_DELTA
 from dpmerge.common.mechanism import NoiseMode, PrivacyUnit
 from dpmerge.common.signing import SHA256, PublicKey
@@ -47,13 +49,13 @@ def load_policy(path: Path) -> Policy:
     """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as problem:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as problem:  # ValueErrors are wrong bytes, and wrong TOML
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise DpmergeError("DPM-101", f"{path} cannot be read: {reason}", "write it as docs/ledger.md shows") from None
     where = path.name
     known = ("schema", "state", "noise", "base_models", "server_keys", "public_texts", "dataset")
     _check_keys(tables, known, where)
-    _check(tables.get("schema") == 1, "schema", tables.get("schema"), "1", where)
+    _check(same(tables.get("schema"), 1), "schema", tables.get("schema"), "1", where)
     noise: Any = tables.get("noise", "secure")
     models: Any = tables.get("base_models")
     keys: Any = tables.get("server_keys")
@@ -116,7 +118,7 @@ def _source(table: Mapping[str, Any], path: Path, key: str) -> str | Path:
         return str(task)
     is_whole = isinstance(data, str) and bool(data) and SPLIT_MARK not in data and "\0" not in data
     _check(is_whole, f"{key}.data", data, "a file or a whole folder: its splits have one ledger", path.name)
-    return place_of(path.absolute().parent / Path(data).expanduser())
+    return place_of(path.absolute().parent / os.path.expanduser(data))
 
 
 def _different(datasets: list[DataSet], where: str) -> tuple[DataSet, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from dpmerge.client.party_model import PartyModel, party_model
 from dpmerge.client.policy import Account, Policy, open_account
 from dpmerge.client.trained_space import TrainedSpace, trained_space
 from dpmerge.common.accounting import cross_check
-from dpmerge.common.activations import shapes_of
+from dpmerge.common.activations import ENCODE_BATCH, fill, shapes_of
 from dpmerge.common.config import FileSource, PartyPlan
 from dpmerge.common.files import append_file
 from dpmerge.common.mechanism import Mechanism
@@ -104,9 +105,7 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
         for note in model.notes:
             append_log(folder, f"{note}\n")
         with _gradients(model, plan, folder) as gradients:
-            check_reach(
-                base, lambda ids, mask: model.classifier(model.split.trunk(ids, mask), mask), plan.base.max_length
-            )
+            check_reach(base, partial(_run, model), plan.base.max_length)
             is_fixed = not rows_are_alike(widths_of(model.encoder), torch.get_num_threads())
             if is_fixed:
                 append_log(folder, FIXED_SHAPES)
@@ -177,6 +176,15 @@ def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: 
             return nn.functional.cross_entropy(scores, labels[places], reduction="none")
 
         gradients.check_independent(losses, num_examples, num_bystanders=gradients.capacity, fewest=shapes.least)
+
+
+def _run(model: PartyModel, ids: Tensor, mask: Tensor) -> None:
+    """Run the model on one record [1, length], its trunk on as many as are encoded at once.
+
+    Else the first record of a length might be the first to need that memory.
+    """
+    hidden = model.split.trunk(fill(ids, ENCODE_BATCH), fill(mask, ENCODE_BATCH))
+    model.classifier(hidden[:1], mask)
 
 
 def _statement(

@@ -226,7 +226,7 @@ def parse_federation(text: str, where: str, *, folder: Path = Path()) -> Federat
     """
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
+    except (ValueError, RecursionError) as problem:  # numbers of 5,000 digits and a thousand brackets too
         raise DpmergeError("DPM-101", f"{where} is not TOML: {problem}", "correct the line; see toml.io") from None
     with _placed_in(where):
         for key in tables:

@@ -35,7 +35,7 @@ from dpmerge.common.config_rules import (
 from dpmerge.common.config_subspace import SUBSPACE_OR_FALSE, SubspaceSettings
 from dpmerge.common.large_delta import MIN_DELTA
 from dpmerge.common.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
-from dpmerge.common.tabular.rows import MAX_RECORDS_PER_USER
+from dpmerge.common.tabular.rows import MAX_RECORDS_PER_USER, MOST_RECORDS_PER_USER
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Semantics = Literal["paper", "peft", "mergekit"]
@@ -256,7 +256,10 @@ class PrivacySettings:
     )
     max_records_per_user: int = field(
         default=MAX_RECORDS_PER_USER,
-        metadata=_meta(whole(1), "For unit = user: of each user so many records are read, the first in the file."),
+        metadata=_meta(
+            whole(1, MOST_RECORDS_PER_USER),
+            "For unit = user: of each user so many records are read, the first in the file.",
+        ),
     )
     population: int | None = field(
         default=None,

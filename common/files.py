@@ -10,6 +10,10 @@ from dpmerge.common.errors import DpmergeError
 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 """What an `OSError` says of storage that takes no more; nothing in a configuration can mend it."""
+NO_PLACE = frozenset(
+    {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
+)
+"""What it says of a path that cannot be what is wanted: its rights, its name, what lies there, a disk that fails."""
 
 
 def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, durable: bool = False) -> None:
@@ -50,7 +54,7 @@ def replace_file(path: Path, data: bytes | str, *, mode: int | None = None, dura
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Say which file an `OSError` of the block is about: the operating system names none when a write fails."""
+    """Say which file an `OSError` of the block is about: the system names none when a read or write fails."""
     try:
         yield
     except OSError as problem:
@@ -60,12 +64,15 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def storage_refusal(problem: OSError) -> DpmergeError:
-    """Return what to tell the person whose storage is full: which file it was, and how to go on.
+    """Return what to tell the person whose storage is full, or whose path is of no use: which, and how to go on.
 
     >>> storage_refusal(OSError(errno.ENOSPC, "No space left on device", "runs/a/log.txt")).problem
     'runs/a/log.txt cannot be written: No space left on device'
     """
     file = problem.filename or "a file"
+    if problem.errno in NO_PLACE:
+        fix = "check the path, what lies there, and its rights"
+        return DpmergeError("DPM-305", f"{file} cannot be used: {problem.strerror}", fix)
     fix = "make room, then run it again (simulate: with --resume, which repeats nothing that is finished)"
     return DpmergeError("DPM-305", f"{file} cannot be written: {problem.strerror}", fix)
 

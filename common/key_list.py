@@ -82,7 +82,7 @@ def load_key_list(path: Path) -> KeyList:
         tables = tomllib.loads(read_file(path, MAX_LIST_BYTES, links=True).decode())
     except DpmergeError as refusal:
         raise _refusal(refusal.problem) from None
-    except (OSError, ValueError) as problem:  # UnicodeDecodeError and TOMLDecodeError are ValueErrors
+    except (OSError, ValueError, RecursionError) as problem:  # ValueErrors are wrong bytes, and wrong TOML
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise _refusal(f"{path} cannot be read: {reason}") from None
     unknown = sorted(tables.keys() - {"schema", "keys", "revoked"})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import naming
 
 MAX_FOLDER_BYTES = 1 << 30
 """Of the files of one folder that is read into memory; an adapter to be merged is left on disk and may have more."""
@@ -56,7 +57,7 @@ def opened(path: Path, most: int, *, links: bool = False) -> Iterator[BinaryIO]:
     if not stat.S_ISREG(about.st_mode):
         os.close(descriptor)
         raise NoPlainFile(path)
-    with os.fdopen(descriptor, "rb", buffering=0) as file:
+    with naming(path), os.fdopen(descriptor, "rb", buffering=0) as file:
         if about.st_size > most:
             raise TooLarge(path, str(about.st_size), most)
         yield file

@@ -21,7 +21,7 @@ from rich.table import Table
 from dpmerge.common.config import load_federation
 from dpmerge.common.config_template import TEMPLATE, json_schema
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import NO_SPACE, storage_refusal
+from dpmerge.common.files import NO_PLACE, NO_SPACE, storage_refusal
 from dpmerge.simulations import ledger_app, merge_app, plan_app, spool_app, verify_app
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
@@ -71,7 +71,7 @@ def main() -> None:
         usage.show()
         code = BAD_INPUT
     except OSError as problem:
-        if problem.errno not in NO_SPACE:
+        if problem.errno not in NO_SPACE | NO_PLACE:
             raise
         print(storage_refusal(problem), file=sys.stderr)
         code = BAD_INPUT

@@ -252,7 +252,7 @@ def _started_with(out: Path) -> Any:
     """Return the configuration that a run was started with; nothing if it stopped before that was on disk."""
     try:
         return json.loads((out / RUN_FILE).read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
 
 

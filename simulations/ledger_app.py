@@ -170,6 +170,8 @@ def compose(
         )
     deltas = [charged_mechanism(entry["charge"]).target_delta for entry in chosen]
     at = max(deltas, default=1e-5) if delta is None else delta
+    if not 0 < at < 1:
+        raise DpmergeError("DPM-103", f"--delta {at:g} is no probability between 0 and 1", "give one, such as 1e-5")
     epsilon = total_epsilon([entry["charge"] for entry in chosen], at)
     if output is Format.json:
         told = epsilon if math.isfinite(epsilon) else None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,8 +24,10 @@ from dpmerge.common.errors import DpmergeError
 OBJECT_STORE_BYTES = 256 * 2**20
 """Ray's shared memory: only messages and releases pass through it."""
 
-LONGEST_FOLDER = 40
-"""Ray puts up to 65 characters below its folder, and the path of a socket has at most 107 of them."""
+LONGEST_FOLDER = 20
+"""Of the temporary folder's path: ours and Ray's own take up to 86 characters, and a socket's path has at most 107."""
+
+_FOLDER = re.compile(r"ray-(\d+)-.+")
 
 
 @contextmanager
@@ -36,7 +40,10 @@ def local_ray(num_cpus: int) -> Iterator[None]:
     Raises:
         DpmergeError: DPM-304 if it does not start.
     """
-    with tempfile.TemporaryDirectory(prefix="ray-", dir=_short_folder(), ignore_cleanup_errors=True) as folder:
+    place = _short_folder()
+    _remove_leftovers(Path(place))
+    prefix = f"ray-{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
         try:
             ray.init(
                 address="local",  # whatever RAY_ADDRESS and running clusters say
@@ -46,7 +53,7 @@ def local_ray(num_cpus: int) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
-                _temp_dir=folder,
+                _temp_dir=str(Path(folder, "r")),  # Ray opens its folder to all users; the one around it is ours
             )
         except Exception as error:  # Ray fails in as many ways as there are machines
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -59,6 +66,20 @@ def local_ray(num_cpus: int) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _remove_leftovers(place: Path) -> None:
+    """Remove the folders of our own that killed runs left: the process that each is named after is gone."""
+    for folder in place.glob("ray-*"):
+        found = _FOLDER.fullmatch(folder.name)
+        if found is None or folder.is_symlink() or folder.lstat().st_uid != os.getuid():
+            continue
+        try:
+            os.kill(int(found[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (OverflowError, PermissionError):
+            continue
 
 
 def _short_folder() -> str:

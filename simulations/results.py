@@ -262,7 +262,7 @@ def load_results(folder: Path) -> Results:
     except OSError as problem:
         fix = "give the --out folder of a run that finished"
         raise DpmergeError("DPM-303", f"{path} cannot be read: {problem.strerror}", fix) from None
-    except (ValueError, AttributeError) as problem:
+    except (ValueError, AttributeError, RecursionError) as problem:
         fix = "run `dpmerge simulate` again with this version"
         raise DpmergeError("DPM-303", f"{path} is not a result of schema {SCHEMA}: {problem}", fix) from None
 

@@ -14,6 +14,8 @@ MIN_CHARACTERS = 4096
 """At least so many characters of a text are looked at, however few tokens are kept."""
 MAX_RECORDS_PER_USER = 64
 """Records kept of one user, the first in the order of the file, unless the configuration says otherwise."""
+MOST_RECORDS_PER_USER = 4096
+"""What a configuration may say: the work for one user is bounded, whoever writes it."""
 
 NOT_A_RECORD = "not a record of this format"
 TOO_LONG = f"longer than {MAX_RECORD_BYTES} bytes"

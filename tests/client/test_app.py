@@ -6,10 +6,12 @@ import pytest
 
 from dpmerge.client import app, party
 from dpmerge.client.app import answer
+from dpmerge.client.preparation import append_log
 from dpmerge.common.config import parse_federation, party_plan
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.model import load_base
 from dpmerge.common.sources import terms_hash
+from dpmerge.common.split_encoder import SplitEncoder
 from dpmerge.common.wire import Terms
 from dpmerge.simulations.flower import SimulatedSite
 from tests.signed_releases import FEDERATION, KEY, SERVER_KEY
@@ -183,3 +185,27 @@ def test_a_server_with_other_terms_gets_no_training(tmp_path, terms, other):
     where = site(tmp_path, tmp_path / "d.csv")
     assert answer(where, replace(asked(where, terms), **other)).code == "DPM-204"
     assert not (where.folder / "ledger.jsonl").exists()
+
+
+def test_memory_that_a_long_record_takes_is_asked_for_before_any_record(tmp_path, terms, monkeypatch):
+    (tmp_path / "d.csv").write_text("body,stars\n" + "a long text " * 9 + ",1\n")
+    where = site(tmp_path, tmp_path / "d.csv")
+    own = SplitEncoder.trunk
+
+    def trunk(self, ids, mask):
+        if ids.numel() > 16 * 40:  # a machine with too little for 48 of the longest
+            raise RuntimeError("not enough memory")
+        return own(self, ids, mask)
+
+    monkeypatch.setattr(SplitEncoder, "trunk", trunk)
+    outcome = answer(where, asked(where, terms))
+    assert (outcome.code, outcome.files) == ("DPM-204", {})
+    assert "stops (RuntimeError) at 16 tokens" in outcome.reason
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "party.log").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic link"):
+        append_log(tmp_path, "a line\n")
+    assert (tmp_path / "mine").read_text() == "mine"

@@ -1,5 +1,6 @@
 import json
 import multiprocessing
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -260,3 +261,19 @@ def test_a_ledger_is_created_once_and_knows_whose_it_is(tmp_path):
 def test_heads_of_equal_bindings_differ(tmp_path):
     shop = Bound(dataset="shop", place="/data/shop.csv")
     assert len({Ledger(tmp_path / name).create(shop).head() for name in "ab"}) == 2
+
+
+@pytest.mark.parametrize("target", ["there.jsonl", "a volume that is not mounted/ledger.jsonl", None])
+def test_a_ledger_is_neither_begun_nor_continued_in_the_place_of_a_link_or_a_pipe(tmp_path, target):
+    path, shop = tmp_path / "ledger.jsonl", Bound(dataset="shop", place="/data")
+    before = Ledger(tmp_path / "there.jsonl").create(shop).path.read_bytes()
+    if target is None:
+        os.mkfifo(path)
+    else:
+        path.symlink_to(tmp_path / target)
+    ledger = Ledger(path)
+    for act in (lambda: ledger.create(shop), lambda: ledger.bind(shop), lambda: _reserve(ledger), ledger.entries):
+        with pytest.raises(DpmergeError, match="DPM-504"):
+            act()
+    assert path.is_symlink() == (target is not None)
+    assert (tmp_path / "there.jsonl").read_bytes() == before

@@ -45,6 +45,8 @@ from .test_policy import BASE, POLICY
         ("delta = 1e-5", "delta = 1e-5\npopulation = 0", "DPM-103"),
         ("delta = 1e-5", "delta = 1e-5\npopulation = true", "DPM-103"),
         ('state = "state"', "state = 1", "DPM-103"),
+        ("schema = 1", "schema = true", "DPM-103"),
+        ("schema = 1", "schema = " + "[" * 100_000, "DPM-101"),
         ('state = "state"', 'noise = "none"', "DPM-103"),
         (BASE, "short", "DPM-103"),
         ("ed25519:", "", "DPM-205"),

@@ -52,6 +52,13 @@ def plan(text: str, name: str = "shop"):
 
 REFUSALS = {
     "not TOML": ("[base", "DPM-101", "f.toml is not TOML"),
+    "unbounded work per user": (
+        BASE + "[privacy]\nunit = 'user'\nmax_records_per_user = 4097\n",
+        "DPM-103",
+        "privacy.max_records_per_user = 4097",
+    ),
+    "not TOML, nested": ("x = " + "[" * 100_000, "DPM-101", "f.toml is not TOML"),
+    "not TOML, digits": ("x = " + "9" * 5000, "DPM-101", "f.toml is not TOML"),
     "not TOML, line": (BASE + "x = .2", "DPM-101", "line 3"),
     "no party": (BASE, "DPM-103", "party in f.toml is missing"),
     "one bracket": (BASE + '[party]\nname = "x"', "DPM-103", "[[party]]"),

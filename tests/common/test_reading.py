@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.files import NO_PLACE
 from dpmerge.common.reading import names_in, read_file
 
 
@@ -40,3 +41,10 @@ def test_a_folder_of_any_size_costs_as_much_as_is_asked_for(tmp_path: Path) -> N
     for number in range(50):
         (tmp_path / str(number)).touch()
     assert len(names_in(tmp_path, 9)) == 10
+
+
+def test_a_disk_that_fails_while_reading_is_told_with_the_file() -> None:
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        read_file(Path("/proc/self/mem"), 100)
+    assert caught.value.filename == "/proc/self/mem"
+    assert caught.value.errno in NO_PLACE

@@ -102,6 +102,7 @@ def test_a_key_list_is_read(tmp_path):
     [
         ("schema = 1", "schema = 2"),
         ("schema = 1", ""),
+        ("schema = 1", "schema = " + "[" * 100_000),
         ("schema = 1", "schema = 1\nextra = 1"),
         ("[keys]", "[keys"),
         ("shop =", '"../shop" ='),

@@ -3,7 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dpmerge.common.activations import LEAST_TOKENS, MOST_TOKENS, TILE_TOKENS, Activations, Shapes, shapes_of
+from dpmerge.common.activations import (
+    ENCODE_BATCH,
+    LEAST_TOKENS,
+    MOST_TOKENS,
+    TILE_TOKENS,
+    Activations,
+    Shapes,
+    shapes_of,
+)
 from dpmerge.common.attention import ALWAYS_MASKED
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.model import load_base
@@ -207,3 +215,12 @@ def test_full_and_padded_records_take_the_same_attention(base):
     full, padded = ([a.shape for a in call if isinstance(a, torch.Tensor)] for call in seen)
     assert full == padded
     assert len(full) == 2
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_trunk_sees_as_many_rows_whatever_is_drawn(base, monkeypatch, cached):
+    rows, own = [], SplitEncoder.trunk
+    monkeypatch.setattr(SplitEncoder, "trunk", lambda self, ids, mask: (rows.append(len(ids)), own(self, ids, mask))[1])
+    data = Activations(base, SplitEncoder(base.encoder, base.layers, 1), TEXTS, max_length=32, cached=cached)
+    list(data.batches(torch.arange(3), 64))
+    assert set(rows) == {ENCODE_BATCH}

@@ -393,3 +393,14 @@ def test_terms_carry_the_call_that_a_report_must_repeat(reception: Reception) ->
     nodes.asked_with = {}
     collection, _ = serve(nodes, reception, num_parties=1)
     assert collection.refused == {"shop": ("DPM-203", "no records")}
+
+
+def test_a_defect_of_the_signature_check_does_not_end_the_run(
+    collection: Collection, reception: Reception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise OverflowError("in the check itself")
+
+    monkeypatch.setattr(reception_module, "check_signed", fail)
+    assert judge(release("shop", SHOP), reception, collection) == Verdict(code="DPM-401", reason=NOT_JUDGED)
+    assert (collection.refused, collection.nameless) == ({}, [UNSIGNED])

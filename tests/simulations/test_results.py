@@ -165,6 +165,12 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
         load_results(tmp_path)
 
 
+def test_a_file_of_nothing_but_brackets_is_refused(tmp_path):
+    (tmp_path / "results.json").write_text("[" * 100_000)
+    with pytest.raises(DpmergeError, match=r"DPM-303: .*results\.json"):
+        load_results(tmp_path)
+
+
 def test_no_file_is_refused(tmp_path):
     with pytest.raises(DpmergeError, match="DPM-303"):
         load_results(tmp_path)
