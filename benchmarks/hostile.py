@@ -24,12 +24,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from power_cuts import all_faults
 
 from dpmerge.client.party_mechanism import make_mechanism
 from dpmerge.client.signed_release import sign_release
@@ -303,6 +305,16 @@ finally:
 """
 
 
+def faults(kills: Iterator[int | None]) -> dict[str, float]:
+    """Cut the power, or fill the disk, at every step of an exchange (`power_cuts.py`); print what was not kept."""
+    good = release_from_files({name: data for name, data in GOOD.items() if name != SIGNATURE})
+    release = replace(good, statement=dict(good.statement) | {"base_sha256": "c" * 64})
+    with tempfile.TemporaryDirectory() as folder:
+        num_faults, not_kept = all_faults(Path(folder), release, kills)
+    print("\n".join(not_kept), file=sys.stderr)
+    return {"faults_injected": num_faults, "promises_broken": len(not_kept)}
+
+
 def run(arguments: list[str]) -> tuple[float, float, float]:
     """Return seconds, processor seconds and peak MiB of one command; one that takes two minutes is ended."""
     command = [str(Path(sys.executable).parent / "dpmerge"), *arguments]
@@ -325,6 +337,7 @@ def main() -> None:
     figures = mutate(arguments.mutations or (1_000 if arguments.quick else 100_000), EXPECTATION)
     few = ("1e12 steps", "1e12 coordinates", "… with much noise")
     figures |= statements({name: STATEMENTS[name] for name in few} if arguments.quick else STATEMENTS)
+    figures |= faults(iter([None] if arguments.quick else [None, *range(3, 120, 12)]))
     figures["seconds"] = time.monotonic() - start
     environment = {"python": platform.python_version(), "torch": version("torch"), "machine": platform.machine()}
     if arguments.format == "json":
