@@ -83,6 +83,14 @@ def _usual(values: Mapping[str, Hashable]) -> tuple[Any, str]:
     return value, some([party for party, own in values.items() if own == value])
 
 
+def _unlike(values: Mapping[str, Hashable]) -> list[tuple[str, Any, Any, str]]:
+    """Return every party that does not have the usual value: its name, its value, the usual one, and who has that."""
+    if not values:
+        return []
+    usual, having = _usual(values)
+    return [(party, own, usual, having) for party, own in values.items() if own != usual]
+
+
 def _names(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     counts = Counter(adapter.party for adapter in adapters)
     return [
@@ -135,14 +143,10 @@ def _revisions(adapters: Sequence[Adapter]) -> list[DpmergeError]:
         for adapter in adapters
         if (revision := stated(adapter.config, "revision")) and not adapter.base_sha256 and not adapter.known_base
     }
-    if len(set(stated_ones.values())) < 2:
-        return []
-    usual, having = _usual(stated_ones)
     fix = "leave it out, or give --base MODEL if all are adapters of MODEL"
     return [
         refused(party, f"revision {shown(revision)} of the base model but {shown(usual)} at {having}", fix)
-        for party, revision in stated_ones.items()
-        if revision != usual
+        for party, revision, usual, having in _unlike(stated_ones)
     ]
 
 
@@ -157,12 +161,10 @@ def _kinds(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     ]
     for module in sorted({module for adapter in adapters for module in adapter.copies}):
         hashes = {a.party: digest(a.copies[module]) for a in adapters if module in a.copies}
-        usual, having = _usual(hashes)
         fix = "leave it out: its vocabulary was changed, or that layer trained"
         refusals += [
             refused(party, f"its copy of the base model's {module} is not that of {having}", fix)
-            for party, own in hashes.items()
-            if own != usual
+            for party, _, _, having in _unlike(hashes)
         ]
     return refusals
 
@@ -172,10 +174,10 @@ def _shapes(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     refusals = []
     for module in sorted({module for adapter in adapters for module in adapter.modules}):
         shapes = {adapter.party: adapter.modules[module].shape for adapter in adapters if module in adapter.modules}
-        usual, having = _usual(shapes)
-        for party, shape in shapes.items():
-            if shape != usual:
-                refusals.append(refused(party, f"{module} is {shape} but {usual} at {having}", fix))
+        refusals += [
+            refused(party, f"{module} is {shape} but {usual} at {having}", fix)
+            for party, shape, usual, having in _unlike(shapes)
+        ]
     return refusals
 
 
@@ -205,14 +207,10 @@ def _heads(adapters: Sequence[Adapter]) -> list[DpmergeError]:
 
 def _seeds(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     seeds = {adapter.party: adapter.a_seed for adapter in adapters if adapter.a_seed is not None}
-    if len(set(seeds.values())) < 2:
-        return []
-    usual, having = _usual(seeds)
     fix = "leave it out, or give --no-strict: different A's merge exactly, at a larger rank"
     return [
         refused(party, f"A was made from seed {seed} but {usual} at {having}", fix)
-        for party, seed in seeds.items()
-        if seed != usual
+        for party, seed, usual, having in _unlike(seeds)
     ]
 
 
