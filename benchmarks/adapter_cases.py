@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import write_release
-from dpmerge.server.merging.gate import inspect
+from dpmerge.common.release.format import write_release
+from dpmerge.server.merging.gate.gate import inspect
 from dpmerge.server.merging.merge import as_release, merge
 
 TOLERANCE = 1e-6

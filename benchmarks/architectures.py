@@ -30,15 +30,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.party_model import PartyModel, party_model
-from dpmerge.common.config import parse_federation, party_plan
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.party.model import PartyModel, party_model
+from dpmerge.common.config.federation import parse_federation, party_plan
+from dpmerge.common.encoder.base_model import Base, adapter_config, load_base
+from dpmerge.common.encoder.heads import logits
+from dpmerge.common.encoder.split_check import Tokens, public_batches, split_error
+from dpmerge.common.encoder.split_encoder import SplitEncoder, pad, padded_length, pool, tokenize
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.heads import logits
-from dpmerge.common.model import Base, adapter_config, load_base
-from dpmerge.common.release import Release, to_files, write_files
-from dpmerge.common.split_check import Tokens, public_batches, split_error
-from dpmerge.common.split_encoder import SplitEncoder, pad, padded_length, pool, tokenize
+from dpmerge.common.release.format import Release, to_files, write_files
 
 NUM_LAYERS, MAX_LENGTH, VOCABULARY = 4, 32, 260
 ERROR_LIMIT = 1e-5

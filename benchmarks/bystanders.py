@@ -26,19 +26,20 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from dpmerge.client import fused_linear, train
-from dpmerge.client.basis import random_basis
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.subspace import Subspace
-from dpmerge.client.train import Classifier, PrivateData, _private_rows
-from dpmerge.common import activations
-from dpmerge.common.activations import Activations, Batch, Shapes
-from dpmerge.common.attention import always_mask
-from dpmerge.common.config import LoraSettings, SubspaceSettings
-from dpmerge.common.heads import head_module, zero_linear_head
-from dpmerge.common.model import Base, attach_lora, load_base
-from dpmerge.common.split_encoder import SplitEncoder
-from dpmerge.common.tasks import load_task
+from dpmerge.client.gradients import fused_linear
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.subspace.basis import random_basis
+from dpmerge.client.subspace.coordinates import Subspace
+from dpmerge.client.training import train
+from dpmerge.client.training.train import Classifier, PrivateData, _private_rows
+from dpmerge.common.config.federation import LoraSettings, SubspaceSettings
+from dpmerge.common.data.tasks import load_task
+from dpmerge.common.encoder import activations
+from dpmerge.common.encoder.activations import Activations, Batch, Shapes
+from dpmerge.common.encoder.attention import always_mask
+from dpmerge.common.encoder.base_model import Base, attach_lora, load_base
+from dpmerge.common.encoder.heads import head_module, zero_linear_head
+from dpmerge.common.encoder.split_encoder import SplitEncoder
 
 MODELS = ("minilm-l6", "minilm-l3", "llama")
 MAX_LENGTH, PLAIN_ENCODE_BATCH, NUM_DIRECTIONS = 32, 64, 64

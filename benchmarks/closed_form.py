@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import mpmath
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.privacy.mechanism import Mechanism
 
 Case = tuple[tuple[tuple[float, int], ...], float]
 """Queries as (σ, count), and δ."""
@@ -46,7 +46,7 @@ def cases(*, full: bool) -> Iterator[Case]:
 
 def claimed_epsilon(case: Case) -> float | None:
     """ε as it would be claimed (before witnesses); None where it is refused."""
-    from dpmerge.common import accounting
+    from dpmerge.common.privacy import accounting
 
     queries, delta = case
     mechanisms = [

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from dpmerge.client.party import run_party
-from dpmerge.common.config import parse_federation, party_plan
-from dpmerge.common.heads import label_text_head
-from dpmerge.common.model import adapted_layers, load_base
-from dpmerge.common.release import to_files, write_files
-from dpmerge.common.tasks import TASKS, load_task
-from dpmerge.server.evaluate import PublicTask, evaluate
-from dpmerge.server.merging.deltas import Adapter, adapter_from_files
+from dpmerge.client.party.party import run_party
+from dpmerge.common.config.federation import parse_federation, party_plan
+from dpmerge.common.data.tasks import TASKS, load_task
+from dpmerge.common.encoder.base_model import adapted_layers, load_base
+from dpmerge.common.encoder.heads import label_text_head
+from dpmerge.common.release.format import to_files, write_files
+from dpmerge.server.evaluation.evaluate import PublicTask, evaluate
+from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
 
 PARTIES = ("sms", "bbc", "mail")

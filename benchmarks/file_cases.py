@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpmerge.common.data.records import read_with_report
+from dpmerge.common.data.tabular import rows as of
+from dpmerge.common.data.tabular.rows import MAX_RECORD_BYTES
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.records import read_with_report
-from dpmerge.common.tabular import rows as of
-from dpmerge.common.tabular.rows import MAX_RECORD_BYTES
 
 LABELS = {"1": "a bad product", "5": "a great product"}
 GOOD = (("fine, really", 1), ("bad", 0), ("grüße", 1))

@@ -33,24 +33,24 @@ from typing import Any
 import torch
 from power_cuts import all_faults
 
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.client.signed_release import sign_release
-from dpmerge.common.accounting import cross_check
-from dpmerge.common.config import PartyPlan, parse_federation, party_plan
-from dpmerge.common.key_list import KeyList
-from dpmerge.common.kinds import same
-from dpmerge.common.manifest import KIND
-from dpmerge.common.model import load_base
-from dpmerge.common.release import CONFIG, README, SIGNATURE, STATEMENT, Release, release_from_files, to_files
-from dpmerge.common.signing import SigningKey, seal
-from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
-from dpmerge.common.statement import build_statement
-from dpmerge.common.untrusted import ReleaseRefused
-from dpmerge.server.expectation import expectation_of
-from dpmerge.server.intake import Expectation, validate
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.client.party.signed_release import sign_release
+from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.privacy.accounting import cross_check
+from dpmerge.common.public.terms import label_descriptions, noise_origin, public_settings, task_name
+from dpmerge.common.release.format import CONFIG, README, SIGNATURE, STATEMENT, Release, release_from_files, to_files
+from dpmerge.common.release.key_list import KeyList
+from dpmerge.common.release.manifest import KIND
+from dpmerge.common.release.signing import SigningKey, seal
+from dpmerge.common.statement.statement import build_statement
+from dpmerge.common.untrusted.kinds import same
+from dpmerge.common.untrusted.parsing import ReleaseRefused
+from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.intake.validation import Expectation, validate
 
 FEDERATION, HEAD = "hostile-5f0c", "ab" * 32
 TEXT = """

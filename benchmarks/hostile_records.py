@@ -24,16 +24,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from dpmerge.client import app, party
+from dpmerge.client import app
 from dpmerge.client.app import answer
-from dpmerge.client.policy import open_account
-from dpmerge.client.preparation import Prepared, check_place, prepared
-from dpmerge.common.config import PartyPlan, parse_federation, party_plan
-from dpmerge.common.model import load_base
-from dpmerge.common.signing import SigningKey
-from dpmerge.common.sources import terms_hash
-from dpmerge.common.tabular.rows import MAX_RECORD_BYTES
-from dpmerge.common.wire import Terms
+from dpmerge.client.budget.policy import open_account
+from dpmerge.client.party import party
+from dpmerge.client.party.preparation import Prepared, check_place, prepared
+from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
+from dpmerge.common.data.tabular.rows import MAX_RECORD_BYTES
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.public.terms import terms_hash
+from dpmerge.common.release.signing import SigningKey
+from dpmerge.common.release.wire import Terms
 from dpmerge.simulations.flower import SimulatedSite
 
 KEY = SigningKey(bytes(range(32)))

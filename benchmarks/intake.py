@@ -25,23 +25,23 @@ from pathlib import Path
 
 import torch
 
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.client.signed_release import sign_release
-from dpmerge.common import accounting
-from dpmerge.common.accounting import cross_check
-from dpmerge.common.config import PartyPlan, parse_federation, party_plan
-from dpmerge.common.key_list import KeyList
-from dpmerge.common.model import load_base
-from dpmerge.common.receipt import parse_receipt
-from dpmerge.common.release import Release, release_files, to_files, write_files
-from dpmerge.common.signing import SigningKey
-from dpmerge.common.sources import label_descriptions, noise_origin, public_settings, task_name
-from dpmerge.common.statement import build_statement
-from dpmerge.server.expectation import expectation_of
-from dpmerge.server.intake import Expectation
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.client.party.signed_release import sign_release
+from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.privacy import accounting
+from dpmerge.common.privacy.accounting import cross_check
+from dpmerge.common.public.terms import label_descriptions, noise_origin, public_settings, task_name
+from dpmerge.common.release.format import Release, release_files, to_files, write_files
+from dpmerge.common.release.key_list import KeyList
+from dpmerge.common.release.receipt import parse_receipt
+from dpmerge.common.release.signing import SigningKey
+from dpmerge.common.statement.statement import build_statement
+from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.intake.validation import Expectation
 
 NUM_RELEASES = 200
 FEDERATION = "benchmark-5f0c"

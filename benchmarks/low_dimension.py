@@ -26,8 +26,8 @@ from merged_accuracy import PARTS, Examiner
 from subspace_step import step_time_over_full
 from trained_adapters import BASE, LAYERS, MAX_LENGTH, cache_folder, cell_folder, plan_of, train_cells
 
-from dpmerge.common.config import PartyPlan
-from dpmerge.server.merging.deltas import Adapter, read_adapter
+from dpmerge.common.config.federation import PartyPlan
+from dpmerge.server.merging.adapters.deltas import Adapter, read_adapter
 
 Arm = Mapping[str, Any]
 """Learning rate, clip norm, and what the arm changes of `[lora]` and of `[training]`'s pull and subspace."""

@@ -24,9 +24,9 @@ from merge_scores import Candidate, ScoreBook, Scorer
 from merged_accuracy import PARTS, Examiner
 from trained_adapters import BASE, LAYERS, MAX_LENGTH, cache_folder, cell_folder, grid, plan_of, train_cells
 
-from dpmerge.common.config import PartyPlan
+from dpmerge.common.config.federation import PartyPlan
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.deltas import Adapter, read_adapter
+from dpmerge.server.merging.adapters.deltas import Adapter, read_adapter
 
 TASKS = "trec6,movie,product,editorial,tweet,news,bbc,mail"
 DEMO = ("trec6", "movie", "product", "editorial", "tweet")

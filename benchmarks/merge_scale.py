@@ -41,7 +41,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from dpmerge.server.merging.deltas import read_adapter
+from dpmerge.server.merging.adapters.deltas import read_adapter
 from dpmerge.server.merging.merge import merge
 
 RANK = 16

@@ -18,7 +18,7 @@ import numpy as np
 from merged_accuracy import Answers, Examiner
 
 import dpmerge.server.merging.merge as merging
-from dpmerge.server.merging.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, Factors
 
 BASE_MODEL = "base"  # in place of a hash of weights
 

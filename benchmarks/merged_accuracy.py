@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmerge.common.activations import Activations
-from dpmerge.common.heads import label_text_head, logits
-from dpmerge.common.model import adapted_layers, load_base
-from dpmerge.common.records import Records
-from dpmerge.common.release import Head
-from dpmerge.common.split_encoder import SplitEncoder, pool
-from dpmerge.common.tasks import TASKS, load_task
-from dpmerge.server.merging.deltas import Factors
+from dpmerge.common.data.records import Records
+from dpmerge.common.data.tasks import TASKS, load_task
+from dpmerge.common.encoder.activations import Activations
+from dpmerge.common.encoder.base_model import adapted_layers, load_base
+from dpmerge.common.encoder.heads import label_text_head, logits
+from dpmerge.common.encoder.split_encoder import SplitEncoder, pool
+from dpmerge.common.release.format import Head
+from dpmerge.server.merging.adapters.deltas import Factors
 
 BATCH = 64  # of 16 to 128, the fastest on a small CPU
 PARTS = ("validation", "test")

@@ -26,11 +26,11 @@ from scipy.optimize import brentq
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.noise import FastNoise, SecureNoise
-from dpmerge.client.privatiser import Privatiser
-from dpmerge.common.accounting import calibrate, epsilon_pld
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.privacy.noise import FastNoise, SecureNoise
+from dpmerge.client.privacy.privatiser import Privatiser
+from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
+from dpmerge.common.privacy.mechanism import Mechanism
 
 NUM_RECORDS, NUM_TOKENS, WIDTH = 128, 32, 384
 SETTINGS = {

@@ -19,17 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-from dpmerge.client.ledger import Ledger, reservation_id
-from dpmerge.client.outbox import RELEASE, Signer, close, outbox_files, put, record_receipt
-from dpmerge.client.policy import Account
-from dpmerge.common.key_list import KeyList
-from dpmerge.common.release import Release, release_hash
-from dpmerge.common.signing import SigningKey
-from dpmerge.server import reception as reception_module
-from dpmerge.server.intake import Expectation
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
+from dpmerge.client.budget.ledger import Ledger, reservation_id
+from dpmerge.client.budget.policy import Account
+from dpmerge.client.party.outbox import RELEASE, Signer, close, outbox_files, put, record_receipt
+from dpmerge.common.release.format import Release, release_hash
+from dpmerge.common.release.key_list import KeyList
+from dpmerge.common.release.signing import SigningKey
+from dpmerge.server.intake import reception as reception_module
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.intake.validation import Expectation
 
 FEDERATION, PARTY = "power-cuts-1", "shop"
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)

@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, BertConfig, BertModel, LlamaConfig, LlamaModel
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.noise import FastNoise
-from dpmerge.client.privatiser import Privatiser
-from dpmerge.client.sharpness import perturbation, perturbed
-from dpmerge.common.assets import model_folder
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.privacy.noise import FastNoise
+from dpmerge.client.privacy.privatiser import Privatiser
+from dpmerge.client.training.sharpness import perturbation, perturbed
+from dpmerge.common.data.assets import model_folder
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import Mechanism
+from dpmerge.common.privacy.mechanism import Mechanism
 
 NUM_CLASSES, CLIP, SIGMA, RADIUS, RATE = 4, 0.5, 1.0, 0.1, 1e-4
 TURNS = 9

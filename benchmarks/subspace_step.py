@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from trained_adapters import BASE, plan_of
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.noise import FastNoise
-from dpmerge.client.party import lora_views
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.client.party_model import party_model
-from dpmerge.client.sampling import PoissonSampler
-from dpmerge.client.train import PrivateData, train
-from dpmerge.client.trained_space import trained_space
-from dpmerge.common.activations import Activations
-from dpmerge.common.model import load_base
-from dpmerge.common.tasks import load_task
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.client.party.model import party_model
+from dpmerge.client.party.party import lora_views
+from dpmerge.client.party.trained_space import trained_space
+from dpmerge.client.privacy.noise import FastNoise
+from dpmerge.client.privacy.sampling import PoissonSampler
+from dpmerge.client.training.train import PrivateData, train
+from dpmerge.common.data.tasks import load_task
+from dpmerge.common.encoder.activations import Activations
+from dpmerge.common.encoder.base_model import load_base
 
 TASK = "trec6"
 NUM_RECORDS = 256  # of which an expected 128 are drawn per step, as many as in the demo

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from dpmerge.client.party import run_party
-from dpmerge.common.activations import Activations
-from dpmerge.common.config import PartyPlan, parse_federation, party_plan
-from dpmerge.common.model import adapted_layers, load_base
-from dpmerge.common.split_encoder import SplitEncoder
-from dpmerge.common.tasks import load_task
+from dpmerge.client.party.party import run_party
+from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
+from dpmerge.common.data.tasks import load_task
+from dpmerge.common.encoder.activations import Activations
+from dpmerge.common.encoder.base_model import adapted_layers, load_base
+from dpmerge.common.encoder.split_encoder import SplitEncoder
 
 BASE = "minilm-l6"
 LAYERS = "last:2"

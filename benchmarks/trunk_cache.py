@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 import transformers
 
-from dpmerge.client.party import run_party
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.common.accounting import cross_check
-from dpmerge.common.config import PartyPlan, parse_federation, party_plan
-from dpmerge.common.model import load_base, lora_shapes
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.client.party.party import run_party
+from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
+from dpmerge.common.encoder.base_model import load_base, lora_shapes
+from dpmerge.common.privacy.accounting import cross_check
 
 FEDERATION = """
 [base]

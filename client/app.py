@@ -15,20 +15,20 @@ from filelock import Timeout
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
+from dpmerge.client.budget.policy import Policy, account_of
 from dpmerge.client.introduction import hello, with_report
-from dpmerge.client.outbox import Signer, close
-from dpmerge.client.party import run_party
-from dpmerge.client.policy import Policy, account_of
-from dpmerge.client.preparation import append_log
-from dpmerge.common.config import PartyPlan
+from dpmerge.client.party.outbox import Signer, close
+from dpmerge.client.party.party import run_party
+from dpmerge.client.party.preparation import append_log
+from dpmerge.common.config.federation import PartyPlan
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.encoder.split_encoder import INTERRUPTIONS, check_length
 from dpmerge.common.errors import CODES, DpmergeError
 from dpmerge.common.files import make_folder, replace_file
-from dpmerge.common.model import load_base
-from dpmerge.common.shown import shown
-from dpmerge.common.signing import PublicKey, load_key
-from dpmerge.common.sources import terms_hash
-from dpmerge.common.split_encoder import INTERRUPTIONS, check_length
-from dpmerge.common.wire import (
+from dpmerge.common.printable import shown
+from dpmerge.common.public.terms import terms_hash
+from dpmerge.common.release.signing import PublicKey, load_key
+from dpmerge.common.release.wire import (
     HELLO,
     Outcome,
     Terms,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.introduction import Call, is_call, sign_failure, sign_hello
-from dpmerge.common.signing import SigningKey
-from dpmerge.common.wire import Outcome
+from dpmerge.common.release.introduction import Call, is_call, sign_failure, sign_hello
+from dpmerge.common.release.signing import SigningKey
+from dpmerge.common.release.wire import Outcome
 
 
 def hello(party: str, federation: str, call: Call, load: Callable[[], SigningKey]) -> bytes:

@@ -8,7 +8,7 @@ is a defect.
 import difflib
 from collections.abc import Iterable
 
-from dpmerge.common.shown import MAX_TEXT, shown
+from dpmerge.common.printable import MAX_TEXT, shown
 
 CODES = {
     "DPM-101": "configuration cannot be read",

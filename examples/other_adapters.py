@@ -13,16 +13,16 @@ import torch
 from peft import IA3Config, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.noise import SecureNoise
-from dpmerge.client.privatiser import Privatiser
-from dpmerge.client.sampling import PoissonSampler
-from dpmerge.common.accounting import calibrate, epsilon_pld
-from dpmerge.common.heads import label_text_head, logits
-from dpmerge.common.model import Base, load_base
-from dpmerge.common.records import Records
-from dpmerge.common.split_encoder import pad, pool, tokenize
-from dpmerge.common.tasks import TASKS, load_task
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.privacy.noise import SecureNoise
+from dpmerge.client.privacy.privatiser import Privatiser
+from dpmerge.client.privacy.sampling import PoissonSampler
+from dpmerge.common.data.records import Records
+from dpmerge.common.data.tasks import TASKS, load_task
+from dpmerge.common.encoder.base_model import Base, load_base
+from dpmerge.common.encoder.heads import label_text_head, logits
+from dpmerge.common.encoder.split_encoder import pad, pool, tokenize
+from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
 
 TASK, MODEL, NUM_TOKENS = "product", "minilm-l3", 16
 

@@ -18,10 +18,9 @@ from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.introduction import Call, check_failure, check_hello, new_call
-from dpmerge.common.shown import shown
-from dpmerge.common.untrusted import ReleaseRefused
-from dpmerge.common.wire import (
+from dpmerge.common.printable import shown
+from dpmerge.common.release.introduction import Call, check_failure, check_hello, new_call
+from dpmerge.common.release.wire import (
     HELLO,
     Terms,
     Verdict,
@@ -31,7 +30,8 @@ from dpmerge.common.wire import (
     unpack_hello,
     unpack_outcome,
 )
-from dpmerge.server.reception import Reception
+from dpmerge.common.untrusted.parsing import ReleaseRefused
+from dpmerge.server.intake.reception import Reception
 
 POLL_SECONDS = 0.2
 VERDICT_SECONDS = 30.0

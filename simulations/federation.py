@@ -18,33 +18,33 @@ from typing import Any
 
 import torch
 
-from dpmerge.client.outbox import RELEASE
-from dpmerge.common.config import Federation, FileSource, IntakeSettings, PartyPlan, party_plan
+from dpmerge.client.party.outbox import RELEASE
+from dpmerge.common.config.federation import Federation, FileSource, IntakeSettings, PartyPlan, party_plan
+from dpmerge.common.data.records import Records
+from dpmerge.common.data.tabular.places import check_place
+from dpmerge.common.encoder.base_model import Base, adapted_layers, load_base
+from dpmerge.common.encoder.heads import label_text_head
+from dpmerge.common.encoder.split_encoder import check_length, check_vocabulary
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import replace_file
-from dpmerge.common.heads import label_text_head
-from dpmerge.common.model import Base, adapted_layers, load_base
-from dpmerge.common.records import Records
-from dpmerge.common.release import replace_folder, to_files
-from dpmerge.common.sources import label_descriptions, terms_hash
-from dpmerge.common.split_encoder import check_length, check_vocabulary
-from dpmerge.common.tabular.places import check_place
-from dpmerge.common.wire import Terms
+from dpmerge.common.public.terms import label_descriptions, terms_hash
+from dpmerge.common.release.format import replace_folder, to_files
+from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection
-from dpmerge.server.evaluate import PublicTask, TaskScores, evaluate, public_test_records
-from dpmerge.server.expectation import expectation_of
-from dpmerge.server.merging.deltas import Adapter, adapter_from_files
+from dpmerge.server.evaluation.evaluate import PublicTask, TaskScores, evaluate, public_test_records
+from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
 from dpmerge.simulations.flower import PARTIES, collect
-from dpmerge.simulations.founding import Founding, found
+from dpmerge.simulations.keys import Founding, found
 from dpmerge.simulations.output_folder import RUN_FILE, Mode, check_output, locked, prepare_output
 from dpmerge.simulations.party_rows import party_rows
 from dpmerge.simulations.progress import Progress
-from dpmerge.simulations.report import write_report
-from dpmerge.simulations.results import Results, write_results
+from dpmerge.simulations.reporting.report import write_report
+from dpmerge.simulations.reporting.results import Results, write_results
 
 PACKAGES = (
     "dpmerge",

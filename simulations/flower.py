@@ -21,13 +21,13 @@ from flwr.app import Context
 from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Participant, participant_app
-from dpmerge.common.config import PartyPlan
+from dpmerge.common.config.federation import PartyPlan
 from dpmerge.common.files import append_file, naming
-from dpmerge.common.signing import PublicKey
-from dpmerge.common.wire import Terms
+from dpmerge.common.release.signing import PublicKey
+from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection, server_app
-from dpmerge.server.reception import Reception
-from dpmerge.simulations.founding import Founding
+from dpmerge.server.intake.reception import Reception
+from dpmerge.simulations.keys import Founding
 from dpmerge.simulations.local_ray import local_ray
 from dpmerge.simulations.progress import Progress
 

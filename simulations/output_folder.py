@@ -67,8 +67,10 @@ def prepare_output(folder: Path, mode: Mode) -> None:
         DpmergeError: As `check_output`; DPM-301 if the folder cannot be written, or holds a link or a file where a
             party's folder was; DPM-504 if a ledger is damaged. Nothing is removed then.
     """
-    from dpmerge.client.ledger import Ledger  # brings torch, which whoever only asks for --help must not wait for
-    from dpmerge.common.release import remove_leftovers
+    from dpmerge.client.budget.ledger import (
+        Ledger,  # brings torch, which whoever only asks for --help must not wait for
+    )
+    from dpmerge.common.release.format import remove_leftovers
 
     check_output(folder, mode)
     try:

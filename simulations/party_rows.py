@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dpmerge.client.app import FAILED, FAILURE
-from dpmerge.client.party import read_training
-from dpmerge.common.config import PartyPlan
+from dpmerge.client.party.party import read_training
+from dpmerge.common.config.federation import PartyPlan
 from dpmerge.common.errors import CODES, DpmergeError
-from dpmerge.common.sources import task_name
-from dpmerge.common.statement import mechanism_from_statement, sentence
+from dpmerge.common.public.terms import task_name
+from dpmerge.common.statement.statement import mechanism_from_statement, sentence
 from dpmerge.server.app import Collection
-from dpmerge.server.evaluate import TaskScores
-from dpmerge.server.merging.deltas import Adapter
+from dpmerge.server.evaluation.evaluate import TaskScores
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.merging.adapters.deltas import Adapter
 from dpmerge.server.merging.merge import Merged
-from dpmerge.server.noise_share import noise_share
-from dpmerge.server.reception import Reception
+from dpmerge.server.merging.noise.from_statement import noise_share
 from dpmerge.simulations.flower import PARTIES
-from dpmerge.simulations.results import Accuracies, PartyResult, Status
+from dpmerge.simulations.reporting.results import Accuracies, PartyResult, Status
 
 NEXT = {"keep": "go on with --resume, which waits for it", "refuse": "this federation takes no more releases"}
 WITHDRAWN = "its release was withdrawn and is in no merge"

@@ -20,22 +20,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.noise import FastNoise, SecureNoise
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.client.party_model import PartyModel, party_model
-from dpmerge.client.privatiser import Privatiser
-from dpmerge.client.trained_space import public_bases
-from dpmerge.common import sizing
-from dpmerge.common.accounting import epsilon_pld
-from dpmerge.common.config import PartyPlan
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.client.party.model import PartyModel, party_model
+from dpmerge.client.party.trained_space import public_bases
+from dpmerge.client.privacy.noise import FastNoise, SecureNoise
+from dpmerge.client.privacy.privatiser import Privatiser
+from dpmerge.common.config.federation import PartyPlan
+from dpmerge.common.encoder.base_model import Base, load_base, lora_shapes
+from dpmerge.common.encoder.split_encoder import pad, padded_length, tokenize
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.model import Base, load_base, lora_shapes
-from dpmerge.common.public_corpus import public_corpus
-from dpmerge.common.sources import label_descriptions
-from dpmerge.common.split_encoder import pad, padded_length, tokenize
-from dpmerge.common.subspace import CLIP_QUANTILE
+from dpmerge.common.privacy import sizing
+from dpmerge.common.privacy.accounting import epsilon_pld
+from dpmerge.common.privacy.mechanism import Mechanism
+from dpmerge.common.public.corpus import public_corpus
+from dpmerge.common.public.terms import label_descriptions
+from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
 
 FACTORS = (0.5, 1.0, 2.0)
 """What the what-if table multiplies ε, B and T by."""

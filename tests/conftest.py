@@ -39,7 +39,7 @@ def _known_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     def urandom(size: int) -> bytes:
         return hashlib.shake_256(f"{request.node.nodeid}|{next(draws)}".encode()).digest(size)
 
-    monkeypatch.setattr("dpmerge.client.keystream.os", SimpleNamespace(urandom=urandom))
+    monkeypatch.setattr("dpmerge.client.privacy.keystream.os", SimpleNamespace(urandom=urandom))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def write_csv(path: Path, texts: list[str], labels: list[str]) -> Path:
 @pytest.fixture(scope="session")
 def product_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A "private" file of 240 product reviews and a public test file of 120 others."""
-    from dpmerge.common.tasks import load_task
+    from dpmerge.common.data.tasks import load_task
 
     folder = tmp_path_factory.mktemp("product")
     data = load_task("product")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from dpmerge.common.release import ADAPTER, HEAD
+from dpmerge.common.release.format import ADAPTER, HEAD
 
 Files = dict[str, bytes]
 

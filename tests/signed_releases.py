@@ -4,13 +4,13 @@ from functools import lru_cache
 
 import torch
 
-from dpmerge.client.signed_release import sign_release
-from dpmerge.common.accounting import cross_check
-from dpmerge.common.key_list import KeyList
-from dpmerge.common.mechanism import Mechanism
-from dpmerge.common.release import Head, Release, to_files
-from dpmerge.common.signing import SigningKey
-from dpmerge.common.statement import build_statement
+from dpmerge.client.party.signed_release import sign_release
+from dpmerge.common.privacy.accounting import cross_check
+from dpmerge.common.privacy.mechanism import Mechanism
+from dpmerge.common.release.format import Head, Release, to_files
+from dpmerge.common.release.key_list import KeyList
+from dpmerge.common.release.signing import SigningKey
+from dpmerge.common.statement.statement import build_statement
 
 FEDERATION = "reviews-2026-5f0c"
 HEAD = "ab" * 32

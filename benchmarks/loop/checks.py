@@ -18,9 +18,9 @@ from scipy import stats
 from scipy.signal import fftconvolve
 from torch import Tensor
 
-from dpmerge.client.party_model import PartyModel, party_model
-from dpmerge.common.clip_grid import ClipGrid
-from dpmerge.common.subspace import CLIP_QUANTILE
+from dpmerge.client.party.model import PartyModel, party_model
+from dpmerge.common.privacy.clip_grid import ClipGrid
+from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
 
 from .observe import LEARNING_RATE, RHO, Noise, Observed, Rows, fresh_base
 from .queries import Loop, Query

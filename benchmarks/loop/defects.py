@@ -29,7 +29,7 @@ class Defect:
 
     Attributes:
         name: What it is called.
-        module: In which module of `dpmerge.client` it is made.
+        module: In which module of `dpmerge.client` it is made, with its room: "training.train".
         fragment: Source that is there exactly once.
         replacement: What takes its place.
         appended: Code at the end of the module.
@@ -79,7 +79,7 @@ def _taught(data):
 
 _TURN = """
 def _turn(space, rows):
-    from dpmerge.client.basis import StreamingSvd
+    from dpmerge.client.subspace.basis import StreamingSvd
 
     svd = StreamingSvd(space.basis.rows.shape[1], len(space.vector))
     for some in rows:
@@ -97,44 +97,44 @@ def _shuffled(sampler, word):
 """
 
 KNOWN = (
-    Defect("noise x0.5", "train", _DESCENT, _noisier(0.5)),
-    Defect("clipping off", "privatiser", "torch.minimum(", "(lambda scales, _bound: scales)("),
+    Defect("noise x0.5", "training.train", _DESCENT, _noisier(0.5)),
+    Defect("clipping off", "privacy.privatiser", "torch.minimum(", "(lambda scales, _bound: scales)("),
     Defect(
         "noise per physical batch",
-        "train",
+        "training.train",
         "privatiser.accumulate(rows)",
         "privatiser.accumulate(rows); privatiser._total += privatiser._noise.sample(len(privatiser._total))",
     ),
     Defect(
         "empty batch not noised",
-        "train",
+        "training.train",
         "privatiser.finish()",
         "(privatiser.finish() if len(sample) else torch.zeros(len(privatiser._total)))",
     ),
     Defect(
         "realised-batch normaliser",
-        "train",
+        "training.train",
         "privatiser.finish()",
         "privatiser.finish() * (privatiser._batch_size / max(1, len(sample)))",
     ),
     Defect("shuffled batches", "sampling", "torch.from_numpy(chosen)", "_shuffled(self, words[0])", appended=_SHUFFLED),
-    Defect("reused seed", "party", "SecureNoise() if", "SecureNoise.from_state(bytes(range(32))) if"),
+    Defect("reused seed", "party.party", "SecureNoise() if", "SecureNoise.from_state(bytes(range(32))) if"),
     Defect(
         "ascent from the raw gradient",
-        "train",
+        "training.train",
         "_private_gradient(ascent, sample, model, data, space)",
         "sum((rows.sum(0) for rows in _private_rows(sample, model, data, space)), torch.zeros(num_coordinates))",
     ),
     Defect(
         "non-private teacher",
-        "train",
+        "training.train",
         "data.labels[batch.",
         "_taught(data)[batch.",
         appended=_TAUGHT,
     ),
     Defect(
         "norm over some layers only",
-        "privatiser",
+        "privacy.privatiser",
         "self._scales(grads)",
         "self._scales(grads[:, : grads.shape[1] // 2])",
     ),
@@ -144,67 +144,72 @@ KNOWN = (
 OF_THE_LOOP = (
     Defect(
         "ascent's noise again for the descent",
-        "train",
+        "training.train",
         "num_coordinates = space.vector.numel()",
         "num_coordinates, noise = space.vector.numel(), _Echo(noise)",
         appended=_ECHO,
     ),
     Defect(
         "one key for sampler and noise",
-        "party",
+        "party.party",
         _SAMPLER,
         "PoissonSampler.from_state(mechanism.sampling_prob, num_units, noise.state())",
     ),
     Defect(
         "empty samples skipped",
-        "train",
+        "training.train",
         "        direction = memory.direction\n",
         "        if not len(sample):\n            continue\n        direction = memory.direction\n",
     ),
-    Defect("sampler at 2q", "party", _SAMPLER, _SAMPLER.replace("mechanism.", "2 * mechanism.")),
-    Defect("no noise at all", "train", f"descent = {_DESCENT}\n", f"descent = {_DESCENT}\n    descent._noise = None\n"),
+    Defect("sampler at 2q", "party.party", _SAMPLER, _SAMPLER.replace("mechanism.", "2 * mechanism.")),
+    Defect(
+        "no noise at all",
+        "training.train",
+        f"descent = {_DESCENT}\n",
+        f"descent = {_DESCENT}\n    descent._noise = None\n",
+    ),
 )
 """Five that are mistakes of the loop's wiring."""
 
 FURTHER = (
     Defect(
         "reused seed, every step",
-        "train",
+        "training.train",
         "return privatiser.finish()",
         "source = privatiser._noise\n    source._keystream = type(source._keystream)(bytes(range(32)))\n"
         "    return privatiser.finish()",
     ),
-    Defect("noise x0.98", "train", _DESCENT, _noisier(0.98)),
-    Defect("noise x1.02", "train", _DESCENT, _noisier(1.02)),
-    Defect("ascent's noise x0.98", "train", _ASCENT, _noisier_ascent(0.98)),
-    Defect("half the ascent's noise", "train", _ASCENT, _noisier_ascent(0.5)),
+    Defect("noise x0.98", "training.train", _DESCENT, _noisier(0.98)),
+    Defect("noise x1.02", "training.train", _DESCENT, _noisier(1.02)),
+    Defect("ascent's noise x0.98", "training.train", _ASCENT, _noisier_ascent(0.98)),
+    Defect("half the ascent's noise", "training.train", _ASCENT, _noisier_ascent(0.5)),
     Defect(
         "clipped as a physical batch",
-        "train",
+        "training.train",
         "privatiser.accumulate(rows)",
         "privatiser.accumulate(rows.sum(0, keepdim=True))",
     ),
     Defect(
         "one step more than charged",
-        "train",
+        "training.train",
         "range(first_step, mechanism.num_steps)",
         "range(first_step, mechanism.num_steps + 1)",
     ),
     Defect(
         "two samples charged as one",
-        "train",
+        "training.train",
         'if mechanism.ascent_sampling == "separate":',
         "if True:",
     ),
     Defect(
         "a sample for several steps",
-        "train",
+        "training.train",
         "        direction = memory.direction\n",
         "        last = sample = sample if step % 2 == 0 else last\n        direction = memory.direction\n",
     ),
     Defect(
         "raw gradient in the step",
-        "train",
+        "training.train",
         "space.vector.grad = gradient",
         "raw = _private_rows(sample, model, data, space)\n"
         "        raw_gradient = sum((rows.mean(0) for rows in raw), torch.zeros(num_coordinates))\n"
@@ -213,7 +218,7 @@ FURTHER = (
     Defect("weights that drift", "sharpness", "theta.copy_(saved)", "theta.sub_(ascent)"),
     Defect(
         "noise before the charge",
-        "party",
+        "party.party",
         "    checkpoint = folder / CHECKPOINT\n    reservation =",
         "    SecureNoise().sample(4)\n    checkpoint = folder / CHECKPOINT\n    reservation =",
     ),
@@ -223,7 +228,7 @@ FURTHER = (
 OF_SUBSPACES = (
     Defect(
         "basis from private gradients",
-        "train",
+        "training.train",
         "space = FullSpace(gradients) if coordinates is None else coordinates\n",
         "space = FullSpace(gradients) if coordinates is None else coordinates\n"
         "    _turn(space, _private_rows(torch.arange(data.num_units), model, data, FullSpace(gradients)))\n",
@@ -231,7 +236,7 @@ OF_SUBSPACES = (
     ),
     Defect(
         "clip norm from raw norms",
-        "train",
+        "training.train",
         "mechanism = with_private_clip_norm(mechanism, noise, rows)",
         "rows = list(rows)\n        with_private_clip_norm(mechanism, noise, rows)\n"
         "        mechanism = replace(mechanism, l2_clip_norm=float(torch.cat(rows).norm(dim=1).mean()))",
@@ -255,7 +260,7 @@ def planted(name: str) -> Iterator[None]:
     sound = importlib.import_module(full_name)
     source = Path(str(sound.__file__)).read_text(encoding="utf-8")
     if (found := source.count(defect.fragment)) != 1:
-        place = f"client/{defect.module}.py, where {name!r} is planted"
+        place = f"client/{defect.module.replace('.', '/')}.py, where {name!r} is planted"
         raise ValueError(f"Expected {defect.fragment!r} once in {place}, not {found} times.")
     spoilt = _executed(full_name, source.replace(defect.fragment, defect.replacement) + defect.appended)
     with ExitStack() as stack:

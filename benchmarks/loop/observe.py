@@ -28,17 +28,18 @@ from safetensors.torch import load
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dpmerge.client import keystream, party
-from dpmerge.client.gradients import PerExampleGradients
-from dpmerge.client.keystream import Keystream
-from dpmerge.client.ledger import Ledger
-from dpmerge.client.noise import FastNoise, SecureNoise
-from dpmerge.client.subspace import Subspace
-from dpmerge.common import accounting
-from dpmerge.common.activations import Activations
-from dpmerge.common.config import PartyPlan, load_federation, party_plan
-from dpmerge.common.mechanism import Mechanism, mechanism_of
-from dpmerge.common.model import Base, load_base
+from dpmerge.client.budget.ledger import Ledger
+from dpmerge.client.gradients.per_example import PerExampleGradients
+from dpmerge.client.party import party
+from dpmerge.client.privacy import keystream
+from dpmerge.client.privacy.keystream import Keystream
+from dpmerge.client.privacy.noise import FastNoise, SecureNoise
+from dpmerge.client.subspace.coordinates import Subspace
+from dpmerge.common.config.federation import PartyPlan, load_federation, party_plan
+from dpmerge.common.encoder.activations import Activations
+from dpmerge.common.encoder.base_model import Base, load_base
+from dpmerge.common.privacy import accounting
+from dpmerge.common.privacy.mechanism import Mechanism, mechanism_of
 
 
 @dataclass(frozen=True, kw_only=True)

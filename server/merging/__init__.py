@@ -1,4 +1,5 @@
-"""Merge methods, one file per family, and the registry that names them.
+"""Many adapters into one: `merge.py` runs a method, `registry.py` names them all.
 
-`deltas.read_adapter` or `deltas.adapter_from_files` → `merge.merge` → `merge.as_release`.
+A method is added in `methods/`. Nothing here reads a release's signature or a record.
+Start at `adapters.deltas.read_adapter` → `merge.merge` → `merge.as_release`.
 """

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from huggingface_hub import ModelCard, ModelCardData
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import MERGE, MODULES, PICTURE, Release, by_party
-from dpmerge.common.shown import code
-from dpmerge.common.shown import markdown as _escaped
-from dpmerge.common.statement import mechanism_from_statement, sentence
-from dpmerge.server.merging.fit import some
-from dpmerge.server.merging.gate import Entry
+from dpmerge.common.printable import code
+from dpmerge.common.printable import markdown as _escaped
+from dpmerge.common.release.format import MERGE, MODULES, PICTURE, Release, by_party
+from dpmerge.common.statement.statement import mechanism_from_statement, sentence
+from dpmerge.server.merging.gate.compatibility import some
+from dpmerge.server.merging.gate.gate import Entry
 from dpmerge.server.merging.registry import METHODS
 
 POST_PROCESSING = (

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from dpmerge.common.assets import ASSETS, model_folder
+from dpmerge.common.data.assets import ASSETS, model_folder
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.own_code import NO_CODE, refuse_code
+from dpmerge.common.untrusted.own_code import NO_CODE, refuse_code
 from dpmerge.server.merging.merge import Merged
 
 

@@ -7,19 +7,19 @@ from typing import Any
 
 from torch import Tensor
 
-from dpmerge.common.config_sections import Robust
+from dpmerge.common.config.sections import Robust
 from dpmerge.common.errors import DpmergeError, closest
-from dpmerge.common.release import MERGED, Release
-from dpmerge.server.merging.account import measures
-from dpmerge.server.merging.deltas import Adapter, Factors, Modules
-from dpmerge.server.merging.fit import gather
-from dpmerge.server.merging.least_squares import statistics_hash
-from dpmerge.server.merging.noise import noise_of
+from dpmerge.common.release.format import MERGED, Release
+from dpmerge.server.merging.adapters.deltas import Adapter, Factors, Modules
+from dpmerge.server.merging.diagnostics import measures
+from dpmerge.server.merging.gate.compatibility import gather
+from dpmerge.server.merging.merged_adapter import peft_config, saved_modules, tensors_of
+from dpmerge.server.merging.methods.least_squares import statistics_hash
+from dpmerge.server.merging.methods.recipe import Combined, Recipe
+from dpmerge.server.merging.noise.shares import noise_of
 from dpmerge.server.merging.parameters import Device, check_wrappers, device_of, resolved, weights_of
-from dpmerge.server.merging.recipe import Combined, Recipe
 from dpmerge.server.merging.registry import METHODS, MergeMethod
 from dpmerge.server.merging.wrappers import bounded, denoised, in_core, scale_layers, scale_parties
-from dpmerge.server.merging.written import peft_config, saved_modules, tensors_of
 
 RECORDED = (
     "method",

@@ -6,10 +6,10 @@ from typing import Literal, get_args
 
 import torch
 
-from dpmerge.common.config_sections import Robust
+from dpmerge.common.config.sections import Robust
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.deltas import LARGEST
-from dpmerge.server.merging.recipe import SEMANTICS
+from dpmerge.server.merging.adapters.deltas import LARGEST
+from dpmerge.server.merging.methods.recipe import SEMANTICS
 from dpmerge.server.merging.registry import METHODS, REQUIRED, MergeMethod
 
 Device = Literal["cpu", "cuda", "auto"]

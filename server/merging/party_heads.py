@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.release import MODULES, by_party
-from dpmerge.server.merging.stored import open_tensors
+from dpmerge.common.release.format import MODULES, by_party
+from dpmerge.server.merging.adapters.lazy_tensors import open_tensors
 
 
 @torch.no_grad()

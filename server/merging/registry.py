@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from dpmerge.server.merging.balance import pcb, sce
-from dpmerge.server.merging.geometry import geometry
-from dpmerge.server.merging.least_squares import fisher, regmean
-from dpmerge.server.merging.linear import average, concat, task_arithmetic
-from dpmerge.server.merging.recipe import Method
-from dpmerge.server.merging.sparse import breadcrumbs, dare, dare_ties, della, ties
-from dpmerge.server.merging.sphere import karcher, slerp
-from dpmerge.server.merging.stock import model_stock
-from dpmerge.server.merging.subspace import iso_c, iso_cts, knots_ties, tsv, wudi
+from dpmerge.server.merging.methods.consensus import pcb, sce
+from dpmerge.server.merging.methods.geometry import geometry
+from dpmerge.server.merging.methods.least_squares import fisher, regmean
+from dpmerge.server.merging.methods.linear import average, concat, task_arithmetic
+from dpmerge.server.merging.methods.recipe import Method
+from dpmerge.server.merging.methods.singular import iso_c, iso_cts, knots_ties, tsv, wudi
+from dpmerge.server.merging.methods.sparse import breadcrumbs, dare, dare_ties, della, ties
+from dpmerge.server.merging.methods.sphere import karcher, slerp
+from dpmerge.server.merging.methods.stock import model_stock
 
 LAWS = {
     "identity": "one adapter with weight 1 and density 1 is itself",

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpmerge.common.config_sections import Robust
+from dpmerge.common.config.sections import Robust
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.deltas import LARGEST, Factors, Modules
-from dpmerge.server.merging.geometry import borrowed, overlaps, split
-from dpmerge.server.merging.linear import shares
-from dpmerge.server.merging.lowrank import gram, weighted_sum
-from dpmerge.server.merging.noise import Noise
-from dpmerge.server.merging.patterns import PatternRefused, first_matches, matches
-from dpmerge.server.merging.recipe import Combined, Method, Recipe, per_module
-from dpmerge.server.merging.subspace import stacked_bases
+from dpmerge.server.merging.adapters.deltas import LARGEST, Factors, Modules
+from dpmerge.server.merging.adapters.patterns import PatternRefused, first_matches, matches
+from dpmerge.server.merging.low_rank.algebra import gram, weighted_sum
+from dpmerge.server.merging.methods.geometry import borrowed, overlaps, split
+from dpmerge.server.merging.methods.linear import shares
+from dpmerge.server.merging.methods.recipe import Combined, Method, Recipe, per_module
+from dpmerge.server.merging.methods.singular import stacked_bases
+from dpmerge.server.merging.noise.shares import Noise
 
 MAX_STEPS = 1000
 TOLERANCE = 1e-10  # change of a weight

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.common.architecture import num_positions
-from dpmerge.common.config import LoraSettings
+from dpmerge.common.config.federation import LoraSettings
+from dpmerge.common.encoder.architecture import num_positions
+from dpmerge.common.encoder.base_model import adapter_config, lora_shapes
+from dpmerge.common.encoder.split_encoder import check_length
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.model import adapter_config, lora_shapes
-from dpmerge.common.split_encoder import check_length
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

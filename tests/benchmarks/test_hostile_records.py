@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpmerge.client import party
-from dpmerge.common.records import read_with_report
+from dpmerge.client.party import party
+from dpmerge.common.data.records import read_with_report
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpmerge.common.config import LoraSettings
-from dpmerge.common.heads import label_text_head
-from dpmerge.common.model import adapter_config, load_base, lora_shapes
-from dpmerge.common.release import to_files, write_files
-from dpmerge.common.tasks import TASKS, load_task
-from dpmerge.server.evaluate import PublicTask, evaluate
-from dpmerge.server.merging.deltas import Adapter, Factors
+from dpmerge.common.config.federation import LoraSettings
+from dpmerge.common.data.tasks import TASKS, load_task
+from dpmerge.common.encoder.base_model import adapter_config, load_base, lora_shapes
+from dpmerge.common.encoder.heads import label_text_head
+from dpmerge.common.release.format import to_files, write_files
+from dpmerge.server.evaluation.evaluate import PublicTask, evaluate
+from dpmerge.server.merging.adapters.deltas import Adapter, Factors
 from dpmerge.server.merging.merge import as_release, merge
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

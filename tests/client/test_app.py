@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from dpmerge.client import app, party
+from dpmerge.client import app
 from dpmerge.client.app import answer
-from dpmerge.client.preparation import append_log
-from dpmerge.common.config import parse_federation, party_plan
+from dpmerge.client.party import party
+from dpmerge.client.party.preparation import append_log
+from dpmerge.common.config.federation import parse_federation, party_plan
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.encoder.split_encoder import SplitEncoder
 from dpmerge.common.errors import CODES, DpmergeError
-from dpmerge.common.model import load_base
-from dpmerge.common.sources import terms_hash
-from dpmerge.common.split_encoder import SplitEncoder
-from dpmerge.common.wire import Terms
+from dpmerge.common.public.terms import terms_hash
+from dpmerge.common.release.wire import Terms
 from dpmerge.simulations.flower import SimulatedSite
 from tests.signed_releases import FEDERATION, KEY, SERVER_KEY
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.client.checkpoint import erase
+from dpmerge.client.party.checkpoint import erase
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.files import NO_SPACE, append_file, real_folder, replace_file, storage_refusal
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.spool import Spool
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.spool import Spool
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from dpmerge.client.app import answer, settle
+from dpmerge.common.data.tasks import load_task
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.tasks import load_task
-from dpmerge.common.wire import Verdict
+from dpmerge.common.release.wire import Verdict
 from dpmerge.server.app import Collection
 from dpmerge.simulations.flower import sites_of
 from tests.conftest import write_csv

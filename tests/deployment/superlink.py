@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpmerge.simulations.founding import found
+from dpmerge.simulations.keys import found
 from tests.deployment.small_federation import NAMES, write_small_federation
 
 T = TypeVar("T")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.common.config import load_federation
-from dpmerge.common.release import release_files
+from dpmerge.common.config.federation import load_federation
+from dpmerge.common.release.format import release_files
 from dpmerge.simulations import federation as federation_module
 from dpmerge.simulations.progress import Progress
-from dpmerge.simulations.results import load_results
+from dpmerge.simulations.reporting.results import load_results
 from tests.deployment.small_federation import collect_directly, write_small_federation
 from tests.deployment.test_flower_kills import session
 
@@ -26,8 +26,9 @@ PATIENCE_SECONDS = 600
 HANGING = """
 import sys, time
 from pathlib import Path
-from dpmerge.server.reception import Reception
-from dpmerge.simulations import cli, flower
+from dpmerge.server.intake.reception import Reception
+from dpmerge.cli import main as cli
+from dpmerge.simulations import flower
 
 marks = Path(sys.argv.pop(1))
 find = flower._site_finder
@@ -36,8 +37,8 @@ def site_finder(sites, over):
     site_of = find(sites, over)
 
     def patched(context):
-        import dpmerge.client.checkpoint as checkpoint
-        import dpmerge.client.party as party
+        import dpmerge.client.party.checkpoint as checkpoint
+        import dpmerge.client.party.party as party
 
         def save_and_hang(path, state, binding):
             checkpoint.save_checkpoint(path, state, binding)
@@ -54,7 +55,7 @@ flower._site_finder = site_finder
 Reception.is_over = lambda self, at: (marks / "over").exists()
 cli.main()
 """
-PLAIN = "from dpmerge.simulations.cli import main; main()"
+PLAIN = "from dpmerge.cli.main import main; main()"
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.common.release import release_files
+from dpmerge.common.release.format import release_files
 from tests.deployment.small_federation import NAMES, write_small_federation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-COMMAND = (sys.executable, "-c", "from dpmerge.simulations.cli import main; main()", "simulate")
+COMMAND = (sys.executable, "-c", "from dpmerge.cli.main import main; main()", "simulate")
 PATIENCE_SECONDS = 600
 
 

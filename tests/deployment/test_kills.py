@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.client import party as party_module
-from dpmerge.client.party_mechanism import make_mechanism
-from dpmerge.common.accounting import cross_check
-from dpmerge.common.config import Federation, load_federation, party_plan
-from dpmerge.common.release import release_files
-from dpmerge.common.statement import check_statement
+from dpmerge.client.party import party as party_module
+from dpmerge.client.party.calibration import make_mechanism
+from dpmerge.common.config.federation import Federation, load_federation, party_plan
+from dpmerge.common.privacy.accounting import cross_check
+from dpmerge.common.release.format import release_files
+from dpmerge.common.statement.statement import check_statement
 from dpmerge.simulations import federation as federation_module
 from dpmerge.simulations.progress import Progress
-from dpmerge.simulations.results import load_results
+from dpmerge.simulations.reporting.results import load_results
 from tests.deployment.small_federation import collect_directly, write_small_federation
 
 pytestmark = pytest.mark.slow

@@ -21,22 +21,22 @@ import torch
 from safetensors.torch import load, save
 
 from dpmerge.client.app import settle
-from dpmerge.client.ledger import Ledger, reservation_id
-from dpmerge.client.outbox import Signer, outbox_files, put
-from dpmerge.common.config import parse_federation, party_plan
-from dpmerge.common.key_list import KeyList
-from dpmerge.common.manifest import KIND, Manifest, sign_manifest
-from dpmerge.common.receipt import RECEIPT
-from dpmerge.common.release import ADAPTER, CONFIG, README, SIGNATURE, STATEMENT, release_hash, to_files
-from dpmerge.common.signing import SigningKey, seal
-from dpmerge.common.untrusted import ReleaseRefused
-from dpmerge.common.wire import Verdict
-from dpmerge.server.intake import Expectation, PartyTerms
-from dpmerge.server.merging.deltas import adapter_from_files
+from dpmerge.client.budget.ledger import Ledger, reservation_id
+from dpmerge.client.party.outbox import Signer, outbox_files, put
+from dpmerge.common.config.federation import parse_federation, party_plan
+from dpmerge.common.release.format import ADAPTER, CONFIG, README, SIGNATURE, STATEMENT, release_hash, to_files
+from dpmerge.common.release.key_list import KeyList
+from dpmerge.common.release.manifest import KIND, Manifest, sign_manifest
+from dpmerge.common.release.receipt import RECEIPT
+from dpmerge.common.release.signing import SigningKey, seal
+from dpmerge.common.release.wire import Verdict
+from dpmerge.common.untrusted.parsing import ReleaseRefused
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.intake.validation import Expectation, PartyTerms
+from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
 from dpmerge.simulations.flower import SimulatedSite
 from tests.release_changes import Files, edit, scaled
 from tests.release_changes import put as put_tensor

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpmerge.common.release import README, SIGNATURE, release_from_files, to_files
-from dpmerge.common.untrusted import REASONS, ReleaseRefused
+from dpmerge.common.release.format import README, SIGNATURE, release_from_files, to_files
+from dpmerge.common.untrusted.parsing import REASONS, ReleaseRefused
 from tests.signed_releases import signed_files
 
 NUM_INPUTS = 100_000

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.common.config import load_federation
-from dpmerge.common.release import release_files, to_files
-from dpmerge.server.merging.deltas import adapter_from_files
+from dpmerge.common.config.federation import load_federation
+from dpmerge.common.release.format import release_files, to_files
+from dpmerge.server.intake.spool import open_spool
+from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
-from dpmerge.server.spool import open_spool
 from tests.deployment.small_federation import NAMES
 from tests.deployment.superlink import Deployment
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dpmerge.client.noise import SecureNoise
-from dpmerge.client.sampling import PoissonSampler
+from dpmerge.client.privacy.noise import SecureNoise
+from dpmerge.client.privacy.sampling import PoissonSampler
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "other_adapters.py"
 

@@ -12,14 +12,13 @@ import pytest
 from flwr.app import ConfigRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from dpmerge.common.introduction import Call, sign_failure, sign_hello
-from dpmerge.common.manifest import manifest_hash, manifest_of, parse_signature
-from dpmerge.common.receipt import check_receipt
-from dpmerge.common.release import SIGNATURE, release_from_files
-from dpmerge.common.untrusted import ReleaseRefused
-from dpmerge.common.wire import Outcome, Terms, Verdict, pack_hello, pack_outcome, unpack_call, unpack_terms
+from dpmerge.common.release.format import SIGNATURE, release_from_files
+from dpmerge.common.release.introduction import Call, sign_failure, sign_hello
+from dpmerge.common.release.manifest import manifest_hash, manifest_of, parse_signature
+from dpmerge.common.release.receipt import check_receipt
+from dpmerge.common.release.wire import Outcome, Terms, Verdict, pack_hello, pack_outcome, unpack_call, unpack_terms
+from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.server import app as app_module
-from dpmerge.server import reception as reception_module
 from dpmerge.server.app import (
     HELLO_TYPE,
     NO_PARTY,
@@ -32,10 +31,11 @@ from dpmerge.server.app import (
     server_app,
 )
 from dpmerge.server.app import judge as judge_slot
-from dpmerge.server.intake import Expectation
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
+from dpmerge.server.intake import reception as reception_module
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.server.intake.validation import Expectation
 from tests.signed_releases import FEDERATION, KEY, KEYS, SERVER_KEY, STRANGER, signed_files, statement
 
 SHOP = signed_files()

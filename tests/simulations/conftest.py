@@ -8,7 +8,7 @@ import pytest
 @pytest.fixture
 def dpmerge(monkeypatch, capsys):
     """Run `dpmerge` with arguments → (exit code, stdout, stderr)."""
-    from dpmerge.simulations import cli  # in a test, so that the filters of warnings hold
+    from dpmerge.cli import main as cli  # in a test, so that the filters of warnings hold
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])

@@ -13,14 +13,14 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from dpmerge.client.party import run_party
-from dpmerge.common.config import load_federation, party_plan
-from dpmerge.common.model import load_base
-from dpmerge.common.release import ADAPTER, release_files
-from dpmerge.common.tasks import load_task
+from dpmerge.client.party.party import run_party
+from dpmerge.common.config.federation import load_federation, party_plan
+from dpmerge.common.data.tasks import load_task
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.release.format import ADAPTER, release_files
 from dpmerge.simulations import federation as federation_module
 from dpmerge.simulations.progress import Progress
-from dpmerge.simulations.results import load_results
+from dpmerge.simulations.reporting.results import load_results
 from tests.deployment.small_federation import collect_directly
 
 FEDERATION = """
@@ -67,7 +67,7 @@ def write_federation(folder: Path, data: Path, test: Path) -> Path:
     return path
 
 
-COMMAND = (sys.executable, "-c", "from dpmerge.simulations.cli import main; main()", "simulate")
+COMMAND = (sys.executable, "-c", "from dpmerge.cli.main import main; main()", "simulate")
 
 
 def simulate(path: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:

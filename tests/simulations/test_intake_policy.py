@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dpmerge.common.config import Federation, IntakeSettings, load_federation
-from dpmerge.common.release import release_files
-from dpmerge.server.spool import Spool
+from dpmerge.common.config.federation import Federation, IntakeSettings, load_federation
+from dpmerge.common.release.format import release_files
+from dpmerge.server.intake.spool import Spool
 from dpmerge.simulations import federation as federation_module
 from dpmerge.simulations.progress import Progress
-from dpmerge.simulations.results import load_results
+from dpmerge.simulations.reporting.results import load_results
 from tests.deployment.small_federation import collect_directly, write_small_federation
 
 AFTER = {"deadline_minutes": 60.0}

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from dpmerge.client.ledger import Ledger
+from dpmerge.client.budget.ledger import Ledger
 from dpmerge.common.errors import DpmergeError
 from dpmerge.simulations import output_folder
 from dpmerge.simulations.output_folder import RUN_FILE, locked, prepare_output

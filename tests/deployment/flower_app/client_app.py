@@ -6,12 +6,12 @@ from flwr.app import Context
 from points import reach
 
 from dpmerge.client import app as app_module
-from dpmerge.client import party as party_module
 from dpmerge.client.app import participant_app
-from dpmerge.common.config import load_federation, party_plan
+from dpmerge.client.party import party as party_module
+from dpmerge.common.config.federation import load_federation, party_plan
+from dpmerge.common.release.key_list import SERVER
 from dpmerge.simulations.flower import SimulatedSite
-from dpmerge.simulations.founding import found
-from dpmerge.simulations.verification import SERVER
+from dpmerge.simulations.keys import found
 
 
 def site_of(context: Context) -> SimulatedSite:

@@ -7,17 +7,17 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from points import reach
 
-from dpmerge.common.config import load_federation, party_plan
-from dpmerge.common.model import load_base
-from dpmerge.common.sources import terms_hash
-from dpmerge.common.wire import Terms
+from dpmerge.common.config.federation import load_federation, party_plan
+from dpmerge.common.encoder.base_model import load_base
+from dpmerge.common.public.terms import terms_hash
+from dpmerge.common.release.wire import Terms
 from dpmerge.server import app as app_module
 from dpmerge.server.app import Collection, server_app
-from dpmerge.server.expectation import expectation_of
-from dpmerge.server.receipts import Receipts
-from dpmerge.server.reception import Reception
-from dpmerge.server.spool import Spool
-from dpmerge.simulations.founding import found
+from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.receipts import Receipts
+from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.spool import Spool
+from dpmerge.simulations.keys import found
 
 HOST = "superlink"
 

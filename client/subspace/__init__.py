@@ -1,0 +1,4 @@
+"""The low-dimensional coordinates in which a party trains, and the public directions that span them.
+
+It sees public gradients only. Start at `coordinates.py`.
+"""

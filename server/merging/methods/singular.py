@@ -1,0 +1,246 @@
+"""Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, and least squares on row spaces.
+
+All of them work on cores: coordinates in orthonormal bases Q_B, Q_A of the stacked factors, τ_t = Q_B M_t Q_Aᵀ. They
+are exact, and at most (T·r)² numbers in float64, or the full matrix's where T·r exceeds its sides. A party's M_t stays
+two thin factors. Directions whose singular value is rounding error are left out: they are no part of any party's
+change, and their vectors are arbitrary.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.low_rank.algebra import thin_qr, truncate
+from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.methods.sparse import trimmed_mean
+
+RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """The parties' weight changes in shared coordinates, τ_t = q_b M_t q_aᵀ.
+
+    Attributes:
+        q_b: Orthonormal columns [out, k].
+        q_a: Orthonormal columns [in, l].
+        lefts: Thin factors of the parties' coordinates, M_t = left_t right_tᵀ, each [k, r_t].
+        rights: Each [l, r_t].
+    """
+
+    q_b: Tensor
+    q_a: Tensor
+    lefts: tuple[Tensor, ...]
+    rights: tuple[Tensor, ...]
+
+    def total(self) -> Tensor:
+        """Return Σ M_t, [k, l]."""
+        return torch.cat(self.lefts, 1) @ torch.cat(self.rights, 1).T
+
+    def lift(self, core: Tensor, rank: int | None) -> tuple[Factors, float]:
+        """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost."""
+        u, s, v = support(core, least=1)
+        item = Factors((v * s.sqrt()).T @ self.q_a.T, self.q_b @ (u * s.sqrt()))
+        kept, lost = truncate(item, rank or item.rank)
+        return Factors(kept.a.float(), kept.b.float()), lost
+
+
+def core_of(factors: Sequence[Factors], weights: Sequence[float]) -> Core:
+    """Return the exact core of weighted weight changes, in the bases that the stacked factors span.
+
+    References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
+    """
+    (q_b, r_b), (q_a, r_a) = stacked_bases(factors, weights)
+    ranks = [item.rank for item in factors]
+    return Core(q_b, q_a, tuple(torch.split(r_b, ranks, 1)), tuple(torch.split(r_a, ranks, 1)))
+
+
+def stacked_bases(
+    factors: Sequence[Factors], weights: Sequence[float]
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64."""
+    ranks = [item.rank for item in factors]
+    scaled = (item.b.double() * (item.scaling * weight) for item, weight in zip(factors, weights, strict=True))
+    return _basis(_side_by_side(scaled, ranks)), _basis(_side_by_side((item.a.T for item in factors), ranks))
+
+
+def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return U, s, V (columns) of a matrix without the singular values that are rounding error, but `least` at least.
+
+    >>> support(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)))[1].tolist()
+    [3.0]
+    """
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    count = max(least, int((s > RELATIVE_ZERO * s[:1]).sum()))
+    return u[:, :count], s[:count], vh[:count].T
+
+
+def thin_support(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `support` of left rightᵀ without making that product: by QR of its thin factors."""
+    (q_left, r_left), (q_right, r_right) = thin_qr(left), thin_qr(right)
+    u, s, v = support(r_left @ r_right.T)
+    return q_left @ u, s, q_right @ v
+
+
+def iso_c(modules: Modules, recipe: Recipe) -> Combined:
+    """Flatten the spectrum of the weighted sum: all its singular values become their mean.
+
+    References: arXiv 2502.04959, section 4.1. Deviations: the mean is over the sum's support, T·r directions of LoRA,
+    and not over all min(out, in), most of which no party has.
+    """
+
+    def rule(core: Core) -> Tensor:
+        u, s, v = support(core.total())
+        return _mean(s) * u @ v.T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
+    """Flatten the sum's leading directions together with each party's leading directions outside them.
+
+    `common_share` of the sum's directions are kept; the rest of its rank is divided evenly among the parties'
+    residuals. The directions are made orthonormal, and all singular values become their mean.
+
+    References: arXiv 2502.04959, section 4.2. Deviations: as `iso_c`.
+    """
+
+    def rule(core: Core) -> Tensor:
+        u, s, v = support(core.total())
+        common = max(1, round(recipe.common_share * len(s)))
+        own = (len(s) - common) // len(core.lefts)
+        lefts, values, rights = [u[:, :common]], [s[:common]], [v[:, :common]]
+        for part_left, part_right in zip(core.lefts, core.rights, strict=True) if own else ():
+            outside = part_left - lefts[0] @ (lefts[0].T @ part_left)
+            left, value, right = thin_support(outside, part_right)
+            lefts.append(left[:, :own])
+            values.append(value[:own])
+            rights.append(right[:, :own])
+        return _mean(torch.cat(values)) * orthonormal(torch.cat(lefts, 1)) @ orthonormal(torch.cat(rights, 1)).T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def tsv(modules: Modules, recipe: Recipe) -> Combined:
+    """Concatenate the parties' leading singular vectors, whiten them, and keep the singular values: TSV-Merge.
+
+    Each party keeps min(out, in)/T directions, which is all of them for LoRA until T·r exceeds the width.
+
+    References: arXiv 2412.00081, algorithm 1. Deviations: directions that coincide are whitened on their span, so that
+    identical adapters give that adapter as long as all directions are kept.
+    """
+
+    def rule(core: Core) -> Tensor:
+        share = max(1, min(len(core.q_b), len(core.q_a)) // len(core.lefts))
+        lefts, values, rights = zip(*map(thin_support, core.lefts, core.rights), strict=True)
+        left = orthonormal(torch.cat([u[:, :share] for u in lefts], 1))
+        right = orthonormal(torch.cat([v[:, :share] for v in rights], 1))
+        return (left * torch.cat([s[:share] for s in values])) @ right.T
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
+    """Align the parties by one SVD, [τ_1 … τ_T] = U S [V_1ᵀ … V_Tᵀ], and apply TIES to the V_t.
+
+    References: arXiv 2410.19735, section 4. Deviations: each party's V_t is trimmed by itself.
+    """
+
+    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        left, values, rights = joint_svd(factors)
+        right = trimmed_mean(rights, recipe).double()
+        item = Factors(values[:, None] * right * recipe.factor, left)
+        kept, lost = truncate(item, recipe.rank or item.rank)
+        return Factors(kept.a.float(), kept.b.float()), lost
+
+    return per_module(modules, rule, recipe.factor)
+
+
+def joint_svd(factors: Sequence[Factors]) -> tuple[Tensor, Tensor, tuple[Factors, ...]]:
+    """Return U [out, k], S [k] and every party's V_tᵀ [k, in] as thin factors, with τ_t = U S V_tᵀ, in float64.
+
+    The SVD of [τ_1 … τ_T] without that matrix: QR of the stacked b's and of each a leaves a core of [Σ r, Σ r].
+    """
+    bases = [thin_qr(item.a.T) for item in factors]
+    ranks = [item.rank for item in factors]
+    q_b, r_b = thin_qr(_side_by_side((item.b.double() * item.scaling for item in factors), ranks))
+    lefts = torch.split(r_b, ranks, 1)
+    joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
+    u, s, v = support(joint, least=1)
+    parts = torch.split(v, [len(r_a) for _, r_a in bases])
+    return q_b @ u, s, tuple(Factors(q_a.T, part.T) for (q_a, _), part in zip(bases, parts, strict=True))
+
+
+def wudi(modules: Modules, recipe: Recipe) -> Combined:
+    """Return the weight change that interferes least with any party's inputs, in closed form.
+
+    Minimises Σ_t ‖(τ − τ_t) τ_tᵀ‖² / ‖τ_t‖² over τ: the rows of τ_t stand for the party's inputs. The solution is
+    (Σ τ_t G_t)(Σ G_t + ridge · I)⁺ with G_t = τ_tᵀτ_t / ‖τ_t‖².
+
+    References: arXiv 2503.08099, section 3. Deviations: the published code takes 300 Adam steps from the sum; this is
+    the minimum itself. `ridge` is relative to the largest eigenvalue of Σ G_t.
+    """
+
+    def rule(core: Core) -> Tensor:
+        # G_t = right_t K_t right_tᵀ and M_t G_t = left_t (right_tᵀ right_t) K_t right_tᵀ, with K_t of rank r_t
+        inner = [left.T @ left for left in core.lefts]
+        outer = [right.T @ right for right in core.rights]
+        smallest = torch.finfo(torch.float64).tiny
+        middle = [x / (x * y).sum().clamp(min=smallest) for x, y in zip(inner, outer, strict=True)]
+        rights = torch.cat(core.rights, 1).T
+        grams = torch.cat([right @ k for right, k in zip(core.rights, middle, strict=True)], 1) @ rights
+        pulls = torch.cat([x @ y @ k for x, y, k in zip(core.lefts, outer, middle, strict=True)], 1) @ rights
+        values, vectors = torch.linalg.eigh(grams)
+        floor = RELATIVE_ZERO * values[-1].clamp(min=0)
+        inverse = torch.where(values > floor, 1 / (values + recipe.ridge * values[-1]), 0.0)
+        solution: Tensor = pulls @ vectors
+        return torch.mm(solution * inverse, vectors.T)
+
+    return _in_core(modules, recipe, rule, recipe.weights)
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Return the nearest matrix with orthonormal columns on the span of the given ones: U Vᵀ of their SVD.
+
+    >>> orthonormal(torch.tensor([[2.0], [0.0]])).tolist()
+    [[1.0], [0.0]]
+    """
+    u, _, v = support(columns)
+    return u @ v.T
+
+
+def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Combined:
+    def lifted(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+        core = core_of(factors, weights)
+        return core.lift(recipe.factor * rule(core), recipe.rank)
+
+    return per_module(modules, lifted, recipe.factor)
+
+
+def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the orthonormal basis of columns' singular vectors, and the columns' coordinates in it."""
+    if columns.shape[1] >= columns.shape[0]:  # they may span everything, so a QR would make them no smaller
+        u, s, v = support(columns, least=1)
+        return u, s[:, None] * v.T
+    q, r = thin_qr(columns)
+    del columns  # as large as q
+    u, s, v = support(r, least=1)
+    return q @ u, s[:, None] * v.T
+
+
+def _side_by_side(pieces: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
+    """Return columns in float64, written where they stay."""
+    columns = torch.empty(0)
+    for t, piece in enumerate(pieces):
+        if t == 0:
+            columns = piece.new_empty(len(piece), sum(widths), dtype=torch.float64)
+        start = sum(widths[:t])
+        columns[:, start : start + widths[t]] = piece
+    return columns
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.sum() / max(1, len(values))
