@@ -4,6 +4,7 @@ import csv
 import hashlib
 import itertools
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,3 +69,18 @@ def product_files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
         stars = ["5" if label == 1 else "1" for label in records.labels[:count]]
         files.append(write_csv(folder / f"{name}.csv", list(records.texts[:count]), stars))
     return files[0], files[1]
+
+
+@pytest.fixture
+def dpmerge(monkeypatch, capsys):
+    """Run `dpmerge` with arguments → (exit code, stdout, stderr)."""
+    from dpmerge.cli import main as cli  # in a test, so that the filters of warnings hold
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dpmerge", *map(str, arguments)])
+        monkeypatch.setattr(cli.os, "_exit", sys.exit)  # else an interruption would end the tests themselves
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return call

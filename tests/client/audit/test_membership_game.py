@@ -12,7 +12,7 @@ from dpmerge.client.audit.membership_game import audit_mechanism
 from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
 from dpmerge.common.privacy.mechanism import Mechanism
 
-from .loop import defects
+from ..training.loop import defects
 
 
 def calibrated(**changes) -> Mechanism:

@@ -18,7 +18,7 @@ from dpmerge.client.privacy.privatiser import Privatiser
 from dpmerge.client.training import train
 from dpmerge.common.config.federation import load_federation, party_plan
 
-from .loop import observe as loop_observe
+from ..training.loop import observe as loop_observe
 
 FEDERATION = """
 [base]

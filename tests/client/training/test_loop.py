@@ -2,8 +2,8 @@
 
 import pytest
 
+from ..party.transcripts import record, released_through_the_mechanism_only, replay
 from .loop import checks, defects, observe, report
-from .transcripts import record, released_through_the_mechanism_only, replay
 
 CAUGHT_BY = {
     "noise x0.5": {"noise_is_gaussian", "answers_are_clipped_sums_with_noise"},
