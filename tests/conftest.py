@@ -29,16 +29,18 @@ def _one_thread() -> None:
 def _known_keys(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of noise and samples that differ from draw to draw and from test to test, and not from run to run.
 
+    They hang on the names of file and test, not on the folder: a test that moves keeps its keys.
+
     Tests look at random numbers with thresholds that chance passes now and then: what held once holds always. It
     reaches this process only; a child that is started afresh draws from the operating system, and so does a test that
     asks for `real_keys`.
     """
     if "real_keys" in request.fixturenames:
         return
-    draws = itertools.count()
+    draws, owner = itertools.count(), f"{request.node.path.name}::{request.node.name}"
 
     def urandom(size: int) -> bytes:
-        return hashlib.shake_256(f"{request.node.nodeid}|{next(draws)}".encode()).digest(size)
+        return hashlib.shake_256(f"{owner}|{next(draws)}".encode()).digest(size)
 
     monkeypatch.setattr("dpmerge.client.privacy.keystream.os", SimpleNamespace(urandom=urandom))
 

@@ -23,9 +23,9 @@ def test_every_package_has_an_init_and_every_top_a_type_marker():
 
 
 def test_data_files_are_declared():
-    for name, top in SETUPTOOLS["package-dir"].items():
-        patterns = SETUPTOOLS["package-data"][name]
-        files = [path for path in (ROOT / top).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    for name in SETUPTOOLS["packages"]:
+        patterns = SETUPTOOLS["package-data"].get(name, [])
+        files = [path for path in ROOT.joinpath(*name.split(".")[1:]).iterdir() if path.is_file()]
         stray = [
             path for path in files if path.suffix != ".py" and not any(path.match(pattern) for pattern in patterns)
         ]

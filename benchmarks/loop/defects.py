@@ -117,7 +117,13 @@ KNOWN = (
         "privatiser.finish()",
         "privatiser.finish() * (privatiser._batch_size / max(1, len(sample)))",
     ),
-    Defect("shuffled batches", "sampling", "torch.from_numpy(chosen)", "_shuffled(self, words[0])", appended=_SHUFFLED),
+    Defect(
+        "shuffled batches",
+        "privacy.sampling",
+        "torch.from_numpy(chosen)",
+        "_shuffled(self, words[0])",
+        appended=_SHUFFLED,
+    ),
     Defect("reused seed", "party.party", "SecureNoise() if", "SecureNoise.from_state(bytes(range(32))) if"),
     Defect(
         "ascent from the raw gradient",
