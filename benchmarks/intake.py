@@ -7,13 +7,14 @@ server: sizes, signature, hashes, every tensor, the head and the statement are c
 fsynced. Releases lie on disk and are read one at a time. `releases_per_second` counts them one after the other, wall
 time; `processor_seconds_per_release` is what a machine that does other things as well can tell. A statement costs most,
 since ε and its witnesses are computed anew, once per mechanism: 40 of them in the full run, one with `--quick`, which
-shows what everything else costs. `lost` counts receipts whose release is not in the spool, byte for byte, when it is
+shows what everything else costs. Releases are made in another process, whose memory is not counted. `lost` counts receipts whose release is not in the spool, byte for byte, when it is
 opened anew, and resends that get another receipt. `peak_rss_mib` is of the whole process, `growth_mib` what 200
 releases add to it.
 """
 
 import argparse
 import json
+import multiprocessing
 import platform
 import resource
 import sys
@@ -29,7 +30,6 @@ from dpmerge.client.party.calibration import make_mechanism
 from dpmerge.client.party.signed_release import sign_release
 from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
 from dpmerge.common.encoder.base_model import load_base
-from dpmerge.common.privacy import accounting
 from dpmerge.common.privacy.accounting import cross_check
 from dpmerge.common.public.terms import label_descriptions, noise_origin, public_settings, task_name
 from dpmerge.common.release.format import Release, release_files, to_files, write_files
@@ -90,17 +90,16 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     arguments = parser.parse_args()
-    plans, expectation = federation(1 if arguments.quick else 40)
-    keys = {plan.party: SigningKey(bytes([*int(plan.party[1:]).to_bytes(2, "big"), *bytes(30)])) for plan in plans}
-    key_list = KeyList({party: (key.public,) for party, key in keys.items()})
+    num_mechanisms = 1 if arguments.quick else 40
     with tempfile.TemporaryDirectory() as folder:
-        sent = {plan.party: Path(folder, "sent", plan.party) for plan in plans}
-        for plan in plans:
-            write_files(sent[plan.party], make_release(plan, expectation, keys[plan.party]))
+        parties = multiprocessing.get_context("spawn").Process(target=send, args=(Path(folder, "sent"), num_mechanisms))
+        parties.start()  # what making releases takes and remembers is not the server's
+        parties.join()
+        sent = {place.name: place for place in sorted(Path(folder, "sent").iterdir())}
         size = sum(map(len, release_files(sent["p000"]).values()))
         print(f"{len(sent)} releases of {size} bytes", file=sys.stderr)
-        forget()  # what making the releases composed, a server has to compose anew
-        figures = measure(Path(folder), sent, expectation, key_list)
+        _, expectation = federation(num_mechanisms)
+        figures = measure(Path(folder), sent, expectation, KeyList({party: (key_of(party).public,) for party in sent}))
     environment = {"python": platform.python_version(), "torch": version("torch"), "machine": platform.machine()}
     if arguments.format == "json":
         print(json.dumps({"benchmark": "intake", "figures": figures, "environment": environment}))
@@ -108,10 +107,17 @@ def main() -> None:
         print("\n".join(f"{name:24} {value:.4g}" for name, value in figures.items()))
 
 
-def forget() -> None:
-    """Empty the accountants' caches."""
-    for cached in (accounting._epsilon_at, accounting._composed, accounting._rdp, accounting._prv):
-        cached.cache_clear()
+def send(folder: Path, num_mechanisms: int) -> None:
+    """Write every party's release into a folder of its own."""
+    torch.set_num_threads(1)
+    plans, expectation = federation(num_mechanisms)
+    for plan in plans:
+        write_files(folder / plan.party, make_release(plan, expectation, key_of(plan.party)))
+
+
+def key_of(party: str) -> SigningKey:
+    """Return a key that both processes know."""
+    return SigningKey(bytes([*int(party[1:]).to_bytes(2, "big"), *bytes(30)]))
 
 
 def measure(folder: Path, sent: dict[str, Path], expectation: Expectation, keys: KeyList) -> dict[str, float]:

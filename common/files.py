@@ -2,9 +2,11 @@
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from dpmerge.common.errors import DpmergeError
 
@@ -108,7 +110,10 @@ def make_folder(folder: Path, *, mode: int = 0o777) -> None:
         OSError: If it cannot be made.
     """
     missing = [place for place in (folder, *folder.parents) if not place.is_dir()]
-    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    except FileNotFoundError:  # although its parents are there: /proc, say
+        raise PermissionError(errno.EPERM, "no folder can be made there", str(folder)) from None
     for place in reversed(missing):
         fsync_folder(place.parent)
 
@@ -124,6 +129,22 @@ def real_folder(path: Path, *, mode: int = 0o777) -> Path:
     if path.is_symlink():  # also one that came in between
         raise DpmergeError("DPM-301", f"{path} is a link", "put a folder there; nothing is written through links")
     return path
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file that a user named, behind a link too, to read its bytes; on a pipe one could wait for ever.
+
+    Raises:
+        OSError: If it is no regular file, or cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
 
 def append_file(path: Path, text: str, *, mode: int = 0o600) -> None:

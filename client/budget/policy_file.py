@@ -31,6 +31,7 @@ from dpmerge.client.budget.policy import DataSet, Policy
 from dpmerge.common.config.rules import PARTY_NAME
 from dpmerge.common.data.data_path import SPLIT_MARK, place_of, share_files
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.files import open_regular
 from dpmerge.common.privacy.accounting import MAX_EPSILON
 from dpmerge.common.privacy.large_delta import MIN_DELTA
 from dpmerge.common.privacy.mechanism import NoiseMode, PrivacyUnit
@@ -48,7 +49,8 @@ def load_policy(path: Path) -> Policy:
             refused.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        with open_regular(path) as file:
+            tables = tomllib.loads(file.read().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as problem:  # ValueErrors are wrong bytes, and wrong TOML
         reason = problem.strerror if isinstance(problem, OSError) else problem
         raise DpmergeError("DPM-101", f"{path} cannot be read: {reason}", "write it as docs/ledger.md shows") from None

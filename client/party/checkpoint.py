@@ -67,18 +67,24 @@ def load_checkpoint(path: Path, binding: str) -> TrainingState:
         with safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}
             text = json.loads(file.metadata()["dpmerge"])
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        bound_to, state = text["binding"], _state_of(tensors, text)
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DpmergeError(
             "DPM-302",
             f"the checkpoint {path.name} cannot be read",
             "start anew in another output folder; that is a second charge on the same data",
         ) from error
-    if text["binding"] != binding:
+    if bound_to != binding:
         raise DpmergeError(
             "DPM-302",
             f"the checkpoint {path.name} belongs to other records or settings",
             "resume with the records and settings it was made for, or start anew in another folder, as a second charge",
         )
+    return state
+
+
+def _state_of(tensors: dict[str, Tensor], text: dict[str, Any]) -> TrainingState:
+    """Return the state that a checkpoint's tensors and text describe; a key that is missing is a KeyError."""
     moments = {key.removeprefix("optimizer."): value for key, value in tensors.items() if key.startswith("optimizer.")}
     per_parameter = {**moments, **text["scalars"]}
     subspace = None

@@ -49,6 +49,7 @@ from dpmerge.common.config.sections import (
 from dpmerge.common.config.subspace import RANDOM, SubspaceSettings
 from dpmerge.common.data.data_path import data_path
 from dpmerge.common.errors import DpmergeError, closest
+from dpmerge.common.files import open_regular
 from dpmerge.common.privacy.large_delta import default_delta, is_large
 
 __all__ = [
@@ -203,7 +204,8 @@ def load_federation(path: Path | str) -> Federation:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with open_regular(path) as file:
+            text = file.read().decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as problem:
         reason = problem.strerror if isinstance(problem, OSError) else "it is not UTF-8 text"
         fix = "check the path, or write a first one with `dpmerge config init`"

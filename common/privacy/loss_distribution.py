@@ -20,15 +20,15 @@ Deviations:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
-from dp_accounting.pld import privacy_loss_distribution as pld
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
 from scipy.optimize import brentq, minimize_scalar
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.privacy.query_loss import discretised
 
 Floats = NDArray[np.float64]
 
@@ -96,11 +96,15 @@ class Composed:
     def delta(self, epsilon: float, *, pessimistic: bool) -> float:
         """Return δ at ε with every error added (pessimistic) or taken off."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
-        above = self.losses[start:]
-        weights = np.exp(np.minimum(self.log_mass - self.tilt * above, _LOG_HUGE)) * -np.expm1(epsilon - above)
         sign = 1 if pessimistic else -1
-        finite = float(np.sum(self.tilted[start:] * weights)) * (1 + sign * self.relative)
+        lost = self._masses[start:] * -np.expm1(epsilon - self.losses[start:])
+        finite = float(np.sum(lost)) * (1 + sign * self.relative)
         return self.infinite + finite + sign * self.charge(epsilon)
+
+    @cached_property
+    def _masses(self) -> Floats:
+        """The cells' mass without the tilt [n]."""
+        return self.tilted * np.exp(np.minimum(self.log_mass - self.tilt * self.losses, _LOG_HUGE))
 
 
 @dataclass(frozen=True)
@@ -151,26 +155,14 @@ def _queries(
     parts: Sequence[tuple[float, float, int]], interval: float, pessimistic: bool
 ) -> tuple[tuple[Query, ...], ...]:
     """Return the queries' discretised losses for each direction; both are the same if nothing is sampled."""
-    ones = [
-        pld.from_gaussian_mechanism(
-            standard_deviation=sigma,
-            sampling_prob=q,
-            pessimistic_estimate=pessimistic,
-            value_discretization_interval=interval,
-            use_connect_dots=pessimistic,  # connect-the-dots exists for the pessimistic side only
-        )
-        for sigma, q, _ in parts
-    ]
-    names = ("_pmf_remove",) if all(q == 1 for _, q, _ in parts) else ("_pmf_remove", "_pmf_add")
+    directions = (True,) if all(q == 1 for _, q, _ in parts) else (True, False)
     return tuple(
-        tuple(_query(getattr(one, name), count) for one, (*_, count) in zip(ones, parts, strict=True)) for name in names
+        tuple(
+            Query(*discretised(sigma, q, interval=interval, pessimistic=pessimistic, removed=removed), count)
+            for sigma, q, count in parts
+        )
+        for removed in directions
     )
-
-
-def _query(pmf: Any, count: int) -> Query:
-    dense = pmf.to_dense_pmf()
-    probs = np.asarray(dense._probs, dtype=np.float64)
-    return Query(int(dense._lower_loss), probs, float(dense._infinity_mass), count)
 
 
 class _Tilted:

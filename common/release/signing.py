@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import fsync_folder
+from dpmerge.common.files import fsync_folder, open_regular
 from dpmerge.common.untrusted.kinds import Unfit, exactly, record, table_of, text
 from dpmerge.common.untrusted.kinds import plain as plain_json
 from dpmerge.common.untrusted.parsing import ReleaseRefused, parse_json
@@ -167,7 +167,7 @@ def load_key(path: Path) -> SigningKey:
     """
     fix = "give an Ed25519 key as PKCS#8 PEM without a password, or as 32 raw bytes"
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             data = file.read(MAX_KEY_FILE_BYTES)
     except OSError as problem:

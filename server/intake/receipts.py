@@ -3,11 +3,13 @@
 A receipt is issued after the release is durably in the spool, never before.
 """
 
+import os
 from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock
 
+from dpmerge.common.config.rules import PARTY_NAME
 from dpmerge.common.files import make_durable, real_folder, replace_file
 from dpmerge.common.release.manifest import Manifest
 from dpmerge.common.release.receipt import KIND, Receipt, coarse, parse_receipt
@@ -53,7 +55,11 @@ class Receipts:
     def find(self, party: str) -> bytes | None:
         """Return the receipt that a party was given."""
         path = self._folder / f"{party}.json"
-        return read_file(path, MAX_SEALED_BYTES) if path.exists() else None
+        return read_file(path, MAX_SEALED_BYTES) if os.path.lexists(path) else None
+
+    def parties(self) -> frozenset[str]:
+        """Return the parties that were given a receipt."""
+        return frozenset(path.stem for path in self._folder.glob("*.json") if PARTY_NAME.fullmatch(path.stem))
 
     def check(self, manifest: Manifest, manifest_sha256: str) -> None:
         """Refuse a manifest of a party that has a receipt for another one; changes nothing.

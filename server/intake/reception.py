@@ -126,11 +126,14 @@ class Reception:
     def releases(self) -> tuple[dict[str, dict[str, bytes]], dict[str, DpmergeError]]:
         """Return what is to be merged of the spool, and why the rest is not, each by party.
 
-        Left out is what was damaged on the server's disk, and what a key signed that the key list no longer trusts at
-        the time of the receipt. Merging goes on without them.
+        Left out is what was damaged on the server's disk or is no longer there, and what a key signed that the key list
+        no longer trusts at the time of the receipt. Merging goes on without them.
         """
         kept: dict[str, dict[str, bytes]] = {}
         left_out: dict[str, DpmergeError] = {}
+        for party in sorted(self.receipts.parties() - self.spool.parties()):
+            fix = "have the party send the same bytes again"
+            left_out[party] = ReleaseRefused("corrupted", f"{party} has a receipt and no release in the spool", fix)
         for party in self.spool.to_merge():
             try:
                 files = self.spool.release(party)

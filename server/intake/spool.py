@@ -6,10 +6,12 @@
 
 A release is complete and on disk before its party's entry appears. The entry is on disk before `accept` returns, also
 where an earlier call wrote it and died. A crash in between leaves a release that nobody points to; sending it again
-finishes the job. Bytes that were damaged later are noticed when they are read, and healed by the same bytes.
+finishes the job. Bytes that were damaged later are noticed when they are read, and healed by the same bytes, a party's
+entry among them.
 """
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -75,10 +77,11 @@ class Spool:
         sent = Entry.of(files)
         with self._lock:
             remove_leftovers(self._releases)
-            folder, present = self._releases / sent.release, self._find(party)
+            folder, present = self._releases / sent.release, self._accepted(party, sent)
             if present == sent:
                 self._heal(folder, files)
                 make_durable(folder)
+                self._heal_entry(party, sent)
                 make_durable(self._parties / party)
                 return sent.release
             if present is not None:
@@ -94,7 +97,8 @@ class Spool:
 
     def holds(self, party: str, files: Mapping[str, bytes]) -> bool:
         """Return whether these very bytes were accepted from a party, withdrawn or not, whatever became of them."""
-        return self._find(party) == Entry.of(files)
+        sent = Entry.of(files)
+        return self._accepted(party, sent) == sent
 
     def withdraw(self, party: str) -> None:
         """Keep a party's release out of every later merge; withdrawing it again changes nothing.
@@ -110,6 +114,10 @@ class Spool:
     def hashes(self) -> dict[str, str]:
         """Return party → hash of its release, by party, whether withdrawn or not."""
         return {party: self._entry(party).release for party in _names(self._parties)}
+
+    def parties(self) -> frozenset[str]:
+        """Return who has an entry here, withdrawn or not, damaged or not."""
+        return frozenset(_names(self._parties))
 
     def withdrawn(self) -> frozenset[str]:
         """Return the parties whose releases are in no later merge."""
@@ -154,12 +162,26 @@ class Spool:
 
     def _find(self, party: str) -> Entry | None:
         path = self._parties / party
-        if not PARTY_NAME.fullmatch(party) or not path.is_file():
+        if not PARTY_NAME.fullmatch(party) or not os.path.lexists(path):  # a pipe or a folder there is no absence
             return None
         found = _ENTRY.fullmatch(read_file(path, MAX_ENTRY_BYTES).decode("ascii", "replace"))
         if found is None:
-            raise ReleaseRefused("corrupted", f"{party}: {path}", "restore this file of the spool from a backup")
+            fix = "have the party send the same bytes again, or restore this file of the spool from a backup"
+            raise ReleaseRefused("corrupted", f"{party}: {path}", fix)
         return Entry(*found.groups())
+
+    def _accepted(self, party: str, sent: Entry) -> Entry | None:
+        """Return what was accepted of a party; where its entry is damaged, what it sends now, if those bytes lie here.
+
+        A release names its party, so nobody else's bytes have this name. Whether a receipt was given for other bytes,
+        `Receipts.check` asks before.
+        """
+        try:
+            return self._find(party)
+        except ReleaseRefused:
+            if self._stored_as(sent) != sent:
+                raise
+            return sent
 
     def _entry(self, party: str) -> Entry:
         entry = self._find(party)
@@ -179,6 +201,19 @@ class Spool:
         """Read the files of a release, whatever else a file manager or a person put beside them."""
         paths = [self._releases / entry.release / name for name in sorted(FILES)]
         return {path.name: read_file(path, MAX_FOLDER_BYTES) for path in paths if path.is_file()}
+
+    def _stored_as(self, entry: Entry) -> Entry | None:
+        """Return the entry of the bytes that lie in a release's folder, or None where they are not even a release."""
+        try:
+            return Entry.of(self._stored(entry))
+        except DpmergeError:
+            return None
+
+    def _heal_entry(self, party: str, sent: Entry) -> None:
+        """Write a party's entry anew where it is damaged."""
+        path, text = self._parties / party, sent.text()
+        if read_file(path, MAX_ENTRY_BYTES) != text.encode():
+            replace_file(path, text, durable=True)
 
     def _heal(self, folder: Path, files: Mapping[str, bytes]) -> None:
         """Put back, file by file, what is no longer what was accepted: `files` are those bytes."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dpmerge.common.data.tabular.rows import MAX_RECORD_BYTES
+from dpmerge.common.files import open_regular
 
 CHUNK_BYTES = 2**16
 _MARKS = (  # that of UTF-32 begins like that of UTF-16, and is looked for first
@@ -23,7 +24,7 @@ _MARKS = (  # that of UTF-32 begins like that of UTF-16, and is looked for first
 
 def chunks(path: Path) -> Iterator[bytes]:
     """Yield a file's bytes without its mark; UTF-16 and UTF-32 come as UTF-8, what is invalid in them replaced."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         start = stream.read(4)
         mark, encoding = next(((mark, name) for mark, name in _MARKS if start.startswith(mark)), (b"", None))
         stream.seek(len(mark))

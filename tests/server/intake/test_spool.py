@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import release_hash
 from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.server.intake import spool as module
@@ -153,3 +154,40 @@ def test_half_written_releases_of_killed_processes_are_removed(tmp_path: Path) -
     (leftover / "statement.json").touch()
     spool.accept("shop", FILES)
     assert not leftover.exists()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 130, b"no entry at all\n"])
+def test_a_damaged_entry_is_healed_by_the_same_bytes_and_by_no_others(tmp_path: Path, damage: bytes) -> None:
+    spool = Spool(tmp_path)
+    spool.accept("shop", FILES)
+    entry = tmp_path / "parties" / "shop"
+    sound = entry.read_bytes()
+    entry.write_bytes(damage)
+    with pytest.raises(ReleaseRefused, match="corrupted"):
+        spool.release("shop")
+    with pytest.raises(ReleaseRefused, match="corrupted"):
+        spool.accept("shop", OTHER)
+    assert spool.holds("shop", FILES)
+    spool.accept("shop", FILES)
+    assert entry.read_bytes() == sound
+    assert spool.releases() == {"shop": FILES}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link", "broken link"])
+def test_an_entry_that_is_no_plain_file_is_not_absent(tmp_path: Path, kind: str) -> None:
+    spool = Spool(tmp_path / "spool")
+    spool.accept("shop", FILES)
+    entry = tmp_path / "spool" / "parties" / "shop"
+    entry.rename(tmp_path / "kept")
+    match kind:
+        case "pipe":
+            os.mkfifo(entry)
+        case "folder":
+            entry.mkdir()
+        case "link":
+            entry.symlink_to(tmp_path / "kept")
+        case _:
+            entry.symlink_to(tmp_path / "nowhere")
+    for asked in (spool.find, spool.release, lambda party: spool.accept(party, OTHER)):
+        with pytest.raises(DpmergeError, match=r"DPM-401: .*/parties/shop is (no regular file|a link)"):
+            asked("shop")
