@@ -26,17 +26,13 @@ from pathlib import Path
 
 import torch
 
-from dpmerge.client.party.calibration import make_mechanism
-from dpmerge.client.party.signed_release import sign_release
 from dpmerge.common.config.federation import PartyPlan, parse_federation, party_plan
 from dpmerge.common.encoder.base_model import load_base
-from dpmerge.common.privacy.accounting import cross_check
 from dpmerge.common.public.terms import label_descriptions, noise_origin, public_settings, task_name
 from dpmerge.common.release.format import Release, release_files, to_files, write_files
 from dpmerge.common.release.key_list import KeyList
 from dpmerge.common.release.receipt import parse_receipt
 from dpmerge.common.release.signing import SigningKey
-from dpmerge.common.statement.statement import build_statement
 from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
@@ -61,6 +57,11 @@ def federation(num_mechanisms: int) -> tuple[list[PartyPlan], Expectation]:
 
 def make_release(plan: PartyPlan, expectation: Expectation, key: SigningKey) -> dict[str, bytes]:
     """Return a signed release that says what was agreed; its weights are random, which intake cannot tell."""
+    from dpmerge.client.party.calibration import make_mechanism  # here: a server imports nothing of a client
+    from dpmerge.client.party.signed_release import sign_release
+    from dpmerge.common.privacy.accounting import cross_check
+    from dpmerge.common.statement.statement import build_statement
+
     generator = torch.Generator().manual_seed(int(plan.party[1:]))
     adapter = {
         name: expectation.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)

@@ -317,7 +317,7 @@ def _epsilon_at(parts: _Parts, delta: float, asked: float, pessimistic: bool, co
     return _composed(parts, delta, pessimistic, coarseness).epsilon(asked)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=2)  # both ends of one bracket: each is some ten million bytes
 def _composed(parts: _Parts, delta: float, pessimistic: bool, coarseness: int) -> Loss:
     """Return the loss distribution of all queries, cells `coarseness` times as wide as the claim's."""
     return compose(parts, interval=coarseness * _interval(parts), delta=delta, pessimistic=pessimistic)

@@ -20,7 +20,6 @@ Deviations:
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +72,7 @@ class Composed:
 
     Attributes:
         losses: Cells' losses [n], ascending.
-        tilted: Tilted mass of the cells [n], not negative.
+        masses: Mass of the cells [n], no longer tilted, not negative.
         tilt: λ.
         log_mass: K, the logarithm of what the tilt divided by.
         infinite: Mass of the infinite loss.
@@ -82,7 +81,7 @@ class Composed:
     """
 
     losses: Floats
-    tilted: Floats
+    masses: Floats
     tilt: float
     log_mass: float
     infinite: float
@@ -97,14 +96,9 @@ class Composed:
         """Return δ at ε with every error added (pessimistic) or taken off."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         sign = 1 if pessimistic else -1
-        lost = self._masses[start:] * -np.expm1(epsilon - self.losses[start:])
+        lost = self.masses[start:] * -np.expm1(epsilon - self.losses[start:])
         finite = float(np.sum(lost)) * (1 + sign * self.relative)
         return self.infinite + finite + sign * self.charge(epsilon)
-
-    @cached_property
-    def _masses(self) -> Floats:
-        """The cells' mass without the tilt [n]."""
-        return self.tilted * np.exp(np.minimum(self.log_mass - self.tilt * self.losses, _LOG_HUGE))
 
 
 @dataclass(frozen=True)
@@ -238,9 +232,10 @@ class _Tilted:
         )
         losses = _losses(self._first, self.num_cells, self._interval)
         keep = int(np.searchsorted(losses, 0.0))  # ε is never negative
+        losses = losses[keep:]
         return Composed(
-            losses=losses[keep:],
-            tilted=cells[keep:],
+            losses=losses,
+            masses=cells[keep:] * np.exp(np.minimum(self._total - self._tilt * losses, _LOG_HUGE)),
             tilt=self._tilt,
             log_mass=self._total,
             infinite=-math.expm1(infinite),
