@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 LEDGER_FILE = "ledger.jsonl"
 
-app = typer.Typer(no_args_is_help=True, help="What a data set has spent: reservations, releases, receipts.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="What a data set has spent: reservations, releases, receipts."
+)
 
 Name = Annotated[
     str,

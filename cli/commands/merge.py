@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dpmerge.server.merge_job import Outcome
     from dpmerge.server.merging.gate.gate import Gate
 
-EXAMPLE = "Example: dpmerge merge runs/demo/releases/shop other=path/to/adapter --no-strict --out merged"
+app = typer.Typer(add_completion=False)
 TUNED = "Parameters of the method"
 AROUND = "Around any method"
 PUBLIC = "Public data"
@@ -83,6 +83,7 @@ Explain = Annotated[bool, _option("Show noise, drift and overlap; without --out 
 Materialize = Annotated[bool, _option("Write the full model in place of an adapter.", INSTEAD, "--materialize")]
 
 
+@app.command(epilog="Example: dpmerge merge runs/demo/releases/shop other=path/to/adapter --no-strict --out merged")
 def merge(
     adapters: Adapters = None,
     out: Out = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dpmerge.common.privacy.sizing import Point
     from dpmerge.simulations.planning import Forecast
 
-EXAMPLE = "Example: dpmerge plan examples/five-organisations.toml --party news"
+app = typer.Typer(add_completion=False)
 
 KNOWN_FROM = {
     "noise_multiplier": "computed",
@@ -57,6 +57,7 @@ WORDS = {
 }
 
 
+@app.command(epilog="Example: dpmerge plan examples/five-organisations.toml --party news")
 def plan(
     federation: Annotated[
         Path, typer.Argument(metavar="FEDERATION.toml", help="The organisations and their settings.")
