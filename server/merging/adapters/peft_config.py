@@ -113,7 +113,7 @@ def _of_modules(config: Mapping[str, Any], key: str, pattern_key: str, names: Co
     try:
         chosen = first_matches(patterns, names)
     except PatternRefused as refusal:
-        fix = "name modules, or the ends of their names, with at most . * + ? [ ] and ( | ) between"
+        fix = "name modules, or the ends of their names, with no more than . * + ? {n} [ ] and ( | ) between"
         raise DpmergeError("DPM-402", f"{party}: {pattern_key} of {CONFIG}: {refusal}", fix) from None
     everywhere = stated(config, key)
     return {name: patterns[chosen[name]] if name in chosen else everywhere for name in names}
