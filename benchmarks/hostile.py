@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from power_cuts import all_faults
 
 from dpmerge.client.party.calibration import make_mechanism
@@ -86,6 +87,7 @@ TOKENS = (
 )
 KINDS: tuple[Any, ...] = (True, False, 0, 1, 1.0, 2.0, -1, "", "1", None, [], {}, 1e300, 10**12, "\x1b[2J", "=1+1")
 Files = dict[str, bytes]
+PEFT_DEFAULTS = LoraConfig().to_dict()
 
 
 def production() -> tuple[Files, Expectation]:
@@ -230,6 +232,8 @@ def not_agreed(files: Files) -> str:
     good = release_from_files(GOOD, "shop")
     for name in (CONFIG, STATEMENT):
         told, wanted = json.loads(files[name]), json.loads(GOOD[name])
+        if name == CONFIG:  # PEFT, which opens it, takes its defaults for settings that are absent
+            told = {key: value for key, value in PEFT_DEFAULTS.items() if key in wanted} | told
         if differing := [key for key in {**told, **wanted} if key not in FREE and not near(told, wanted, key)]:
             return f"{name}: {differing[0]} = {told.get(differing[0])!r}"
     head, expected = release.heads["shop"], good.heads["shop"]

@@ -4,12 +4,12 @@
 
 200 parties with keys of their own send releases of the demo's size (r = 8 on the last two layers of minilm-l6) to one
 server: sizes, signature, hashes, every tensor, the head and the statement are checked, the files and the receipt
-fsynced. Releases lie on disk and are read one at a time. `releases_per_second` counts them one after the other, wall
-time; `processor_seconds_per_release` is what a machine that does other things as well can tell. A statement costs most,
-since ε and its witnesses are computed anew, once per mechanism: 40 of them in the full run, one with `--quick`, which
-shows what everything else costs. Releases are made in another process, whose memory is not counted. `lost` counts receipts whose release is not in the spool, byte for byte, when it is
-opened anew, and resends that get another receipt. `peak_rss_mib` is of the whole process, `growth_mib` what 200
-releases add to it.
+fsynced. Releases are made in another process, lie on disk and are read one at a time. `releases_per_second` counts them
+one after the other, wall time; `processor_seconds_per_release` is what a machine that does other things as well can
+tell. A statement costs most, since ε and its witnesses are computed anew, once per mechanism: 40 of them in the full
+run, one with `--quick`, which shows what everything else costs. `lost` counts receipts whose release is not in the
+spool, byte for byte, when it is opened anew, and resends that get another receipt. `peak_rss_mib` is of the server's
+process, base model and libraries included, `growth_mib` what 200 releases add to it.
 """
 
 import argparse

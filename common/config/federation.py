@@ -463,13 +463,20 @@ def _check_files(federation: Federation, where: str) -> None:
     for index, party in enumerate(federation.parties):
         for key in ("data", "test"):
             path = getattr(party, key)
-            if path and not os.path.exists(_file(federation.folder, path)):  # Path.exists raises for a name too long
+            if path and (wrong := _unreadable(_file(federation.folder, path))):
                 fix = "correct the path; it starts at the folder of the federation file"
-                raise Refused(f"party[{index}]", key, path, "does not exist", fix, code="DPM-203", where=where)
+                raise Refused(f"party[{index}]", key, path, wrong, fix, code="DPM-203", where=where)
     for section, path in _public_files(federation).items():
-        if not os.path.exists(_file(federation.folder, path)):
+        if wrong := _unreadable(_file(federation.folder, path)):
             fix = f'name a task, an existing file of public texts, or "{RANDOM}"{_closest_task(path)}'
-            raise Refused(section, "subspace.public", path, "does not exist", fix, code="DPM-203", where=where)
+            raise Refused(section, "subspace.public", path, wrong, fix, code="DPM-203", where=where)
+
+
+def _unreadable(path: Path) -> str:
+    """Return what is wrong with a place that should hold a file or a folder; nothing if it does."""
+    if not os.path.exists(path):  # Path.exists raises for a name too long
+        return "does not exist"
+    return "" if os.path.isfile(path) or os.path.isdir(path) else "is neither a file nor a folder"
 
 
 def _closest_task(name: str) -> str:

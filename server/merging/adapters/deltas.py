@@ -24,6 +24,7 @@ from dpmerge.common.release.format import (
     MERGE,
     MODULES,
     PICKLES,
+    SIGNATURE,
     STATEMENT,
     Head,
     Release,
@@ -34,6 +35,7 @@ from dpmerge.common.release.format import (
     release_from_files,
     release_hash,
 )
+from dpmerge.common.release.manifest import manifest_of, parse_signature
 from dpmerge.common.release.merge_record import MERGE_RECORD
 from dpmerge.common.statement.form import form_problem
 from dpmerge.common.untrusted.kinds import Unfit
@@ -219,6 +221,8 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
         if name in known:
             with _named(f"{origin}: {name}"):
                 found[name], hashes[name] = open_tensors(folder / name, f"{origin}: {name}", dtypes, links=links)
+    if STATEMENT in known and SIGNATURE in names:
+        _check_signed(_read(folder, SIGNATURE, origin, links=False), hashes, origin)
     tensors, saved = found[ADAPTER], found[MODULES]
     whole = hash_of_hashes(hashes)
     if released:
@@ -226,6 +230,15 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
         return _of_release(release, tensors, saved, origin, whole)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
     return _of_peft(tensors, config, origin, whole, base)
+
+
+def _check_signed(signature: bytes, hashes: Mapping[str, str], origin: str) -> None:
+    """Refuse a release that is not what its own signature lists; by whom it must be signed, only a key list tells."""
+    manifest = manifest_of(parse_signature(signature, origin), origin)
+    for name, digest in sorted(hashes.items()):
+        if manifest.files.get(name) != digest:
+            fix = f"merge the files as they were signed, or remove {SIGNATURE} to merge them as nobody's"
+            raise ReleaseRefused("manifest", f"{origin}: {name} is not what {SIGNATURE} lists", fix)
 
 
 def _read(folder: Path, name: str, origin: str, *, links: bool) -> bytes:

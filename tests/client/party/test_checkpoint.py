@@ -1,5 +1,9 @@
+import json
+
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 from dpmerge.client.party.checkpoint import erase, load_checkpoint, save_checkpoint
 from dpmerge.client.training.train import TrainingState
@@ -72,3 +76,17 @@ def test_a_replaced_checkpoint_is_zeroed_on_the_disk(tmp_path):
         old.seek(0)
         assert set(old.read()) == {0}
     assert load_checkpoint(path, "binding").step == 3
+
+
+@pytest.mark.parametrize("key", ["binding", "step", "groups", "scalars", "sampler", "noise"])
+def test_a_checkpoint_that_lacks_a_key_is_one_that_cannot_be_read(tmp_path, key):
+    path = tmp_path / "c.safetensors"
+    save_checkpoint(path, _state("adam", torch.randn(4)), "binding")
+    with safe_open(path, framework="pt") as file:
+        tensors, text = {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["dpmerge"])
+    path.write_bytes(save(tensors, {"dpmerge": json.dumps({k: v for k, v in text.items() if k != key})}))
+    with pytest.raises(DpmergeError, match=r"DPM-302: the checkpoint c.safetensors cannot be read"):
+        load_checkpoint(path, "binding")
+    path.write_bytes(save({"direction": torch.ones(4)}, {"dpmerge": json.dumps(text)}))  # without θ
+    with pytest.raises(DpmergeError, match="DPM-302"):
+        load_checkpoint(path, "binding")

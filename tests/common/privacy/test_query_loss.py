@@ -6,6 +6,8 @@ from dp_accounting.pld import privacy_loss_distribution as pld
 
 from dpmerge.common.privacy.query_loss import discretised
 
+QUERIES = [(1.66, 128 / 2400), (0.5, 1e-3), (0.4, 0.9), (8.0, 0.5), (30.0, 0.01), (2.0, 1.0)]
+
 
 @pytest.mark.parametrize("pessimistic", [True, False], ids=["up", "down"])
 @pytest.mark.parametrize("removed", [True, False], ids=["remove", "add"])

@@ -1,5 +1,6 @@
 """Who may release what, and how often: signatures, federations, second releases, resends, clocks."""
 
+import os
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -229,3 +230,30 @@ def test_a_damaged_release_is_left_out_and_the_others_are_merged(reception):
     assert (sorted(kept), left_out["shop"].reason) == (["cinema"], "corrupted")
     reception.receive("shop", SHOP, NOW)
     assert sorted(reception.releases()[0]) == ["cinema", "shop"]
+
+
+@pytest.mark.parametrize("lost", ["gone", "folder", "pipe"])
+def test_a_party_with_a_receipt_and_no_release_is_named_and_the_others_are_merged(reception, lost):
+    reception.receive("shop", SHOP, NOW)
+    reception.receive("cinema", signed_files(told=statement("cinema"), key=STRANGER), NOW)
+    entry = reception.spool._parties / "shop"
+    entry.unlink()
+    if lost == "folder":
+        entry.mkdir()
+    elif lost == "pipe":
+        os.mkfifo(entry)
+    kept, left_out = reception.releases()
+    assert (sorted(kept), left_out["shop"].reason) == (["cinema"], "corrupted")
+    if lost == "gone":
+        reception.receive("shop", SHOP, NOW)
+        assert sorted(reception.releases()[0]) == ["cinema", "shop"]
+
+
+def test_a_damaged_entry_is_healed_by_the_bytes_that_were_receipted_and_by_no_others(reception):
+    receipt = reception.receive("shop", SHOP, NOW).receipt
+    (reception.spool._parties / "shop").write_bytes(b"damaged")
+    with pytest.raises(ReleaseRefused) as refusal:
+        reception.receive("shop", signed_files(told=OTHER_STATEMENT), NOW)
+    assert refusal.value.reason == "second-release"
+    assert reception.receive("shop", SHOP, NOW).receipt == receipt
+    assert reception.spool.releases() == {"shop": dict(SHOP)}
