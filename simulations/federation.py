@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -38,6 +37,7 @@ from dpmerge.server.intake.reception import Reception
 from dpmerge.server.intake.spool import Spool
 from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
+from dpmerge.server.merging.spec.federation import checked, spec_of_settings
 from dpmerge.simulations.flower import PARTIES, collect
 from dpmerge.simulations.keys import Founding, found
 from dpmerge.simulations.output_folder import RUN_FILE, Mode, check_output, locked, prepare_output
@@ -83,6 +83,7 @@ def _run(
     federation: Federation, out: Path, mode: Mode, num_cpus: int | None, progress: Progress, held: ExitStack
 ) -> Results:
     seconds: dict[str, float] = {}
+    federation = checked(federation)
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
@@ -140,7 +141,7 @@ def _run(
 def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progress: Progress) -> Merged:
     settings = federation.merge
     progress.stage("merge", f"merging: {settings.method}", None)
-    merged = merge(adapters, seed=federation.run.seed, **asdict(settings))  # a setting is named as the parameter is
+    merged = merge(adapters, spec_of_settings(settings, seed=federation.run.seed))
     replace_folder(out / "merged", to_files(as_release(merged, adapters)))
     progress.done("merge")
     return merged

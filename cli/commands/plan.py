@@ -12,6 +12,7 @@ import typer
 
 from dpmerge.cli.terminal import Format, FormatOption, console, print_json
 from dpmerge.common.config.federation import load_federation, party_plan
+from dpmerge.server.merging.spec.federation import checked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -69,7 +70,7 @@ def plan(
     output: FormatOption = Format.text,
 ) -> None:
     """Tell noise, cost and predicted signal of every training, from declared sizes and public texts alone."""
-    stated = load_federation(federation)
+    stated = checked(load_federation(federation), str(federation))
     names = [item.name for item in stated.parties] if party is None else [party]
     plans = [party_plan(stated, name) for name in names]
     from dpmerge.simulations.planning import forecast

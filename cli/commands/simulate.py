@@ -11,6 +11,7 @@ import typer
 from dpmerge.cli.terminal import INTERRUPTED, PARTY_FAILED, Format, FormatOption, console, print_json
 from dpmerge.common.config.federation import load_federation
 from dpmerge.common.errors import DpmergeError
+from dpmerge.server.merging.spec.federation import checked
 from dpmerge.simulations.output_folder import Mode, check_output
 from dpmerge.simulations.progress import Progress
 
@@ -33,7 +34,7 @@ def simulate(
         raise DpmergeError("DPM-301", "--overwrite and --resume contradict each other", "give one of them")
     mode: Mode = "overwrite" if overwrite else "resume" if resume else "new"
     check_output(out, mode, inputs=[federation])
-    plan = load_federation(federation)
+    plan = checked(load_federation(federation), str(federation))
     check_output(out, mode, inputs=plan.files)
     if find_spec("ray") is None:
         fix = "run pip install 'dpmerge[simulation]'"

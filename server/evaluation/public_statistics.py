@@ -16,7 +16,7 @@ from dpmerge.common.encoder.base_model import Base
 from dpmerge.common.encoder.heads import logits
 from dpmerge.common.encoder.split_encoder import pad, padded_length, pool, tokenize
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 
 Kind = Literal["gram", "fisher"]
 BATCH = 16
@@ -121,7 +121,7 @@ class _Probe:
 def _adapted(encoder: nn.Module, adapter: Adapter, names: Sequence[str], probe: _Probe) -> Iterator[None]:
     """Let an adapter act on the encoder, and show the probe what passes through the named modules."""
 
-    def hook_of(name: str, factors: Factors | None) -> Any:
+    def hook_of(name: str, factors: LowRankDelta | None) -> Any:
         change = None if factors is None else (factors.a.float().T, factors.b.float().T * factors.scaling)  # read once
 
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

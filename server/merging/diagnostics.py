@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import LARGEST, Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LARGEST, LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import gram, is_short, overflow, squared_norm, total_norm
 from dpmerge.server.merging.methods.geometry import cosines
 from dpmerge.server.merging.methods.recipe import Combined
@@ -80,7 +80,7 @@ def _norm_of_sum(inner: Tensor, combined: Combined) -> float | None:
     return math.sqrt(total) if total > CANCELLED * float(terms.abs().sum()) else None
 
 
-def _precision(factors: Sequence[Factors]) -> torch.dtype:
+def _precision(factors: Sequence[LowRankDelta]) -> torch.dtype:
     low, high = FP32_RANGE
     inside = all(norm == 0 or low <= norm <= high for item in factors for norm in item.norms())
     return torch.float32 if inside else torch.float64

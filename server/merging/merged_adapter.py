@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dpmerge.common.release.format import PEFT_PREFIX, adapter_key
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.adapters.names import escaped
 from dpmerge.server.merging.adapters.settings import stated
 
@@ -15,7 +15,7 @@ KEPT_TASKS = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"})
 """Tasks whose models PEFT opens without a head in the adapter; under any other it looks for one."""
 
 
-def tensors_of(modules: Mapping[str, Factors], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+def tensors_of(modules: Mapping[str, LowRankDelta], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
     """Return merged factors under PEFT's keys, those of embeddings under their own."""
     embeddings = frozenset[str]().union(*(adapter.embeddings for adapter in adapters))
     tensors = {}
@@ -39,13 +39,13 @@ def saved_modules(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
     }
 
 
-def peft_config(modules: Mapping[str, Factors], adapters: Sequence[Adapter]) -> dict[str, Any]:
+def peft_config(modules: Mapping[str, LowRankDelta], adapters: Sequence[Adapter]) -> dict[str, Any]:
     """Describe merged factors to PEFT: modules by their full names, each with its own rank, and a scaling of 1.
 
     Nothing is copied: what all inputs agree on is stated again, and every other setting is left to PEFT's default.
 
     Args:
-        modules: Factors with scaling 1.
+        modules: LowRankDelta with scaling 1.
         adapters: What was merged; the base model has the first one's name.
     """
     ranks = {name: factors.rank for name, factors in modules.items()}

@@ -37,6 +37,7 @@ from dpmerge.server.intake.spool import Spool
 from dpmerge.server.intake.validation import Expectation, PartyTerms
 from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 from dpmerge.simulations.flower import SimulatedSite
 from tests.release_changes import Files, edit, scaled
 from tests.release_changes import put as put_tensor
@@ -304,7 +305,7 @@ def deliver(
 
 def merged(spool: Spool) -> Files:
     adapters = [adapter_from_files(files, party) for party, files in spool.releases().items()]
-    return to_files(as_release(merge(adapters, seed=7, method="average"), adapters))
+    return to_files(as_release(merge(adapters, spec_of("average", seed=7)), adapters))
 
 
 def contents(folder: Path) -> Files:

@@ -2,7 +2,7 @@
 
 Reads releases, merged models and plain PEFT adapter folders alike. A module that a party does not adapt has delta 0,
 which is a factor pair of rank 0; so ragged ranks, absent modules and shared or independent A all are the same case to
-the methods. Factors of a folder stay in their file until a method looks at them, one party and module at a time.
+the methods. LowRankDelta of a folder stay in their file until a method looks at them, one party and module at a time.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever m
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class LowRankDelta:
     """One low-rank weight change, τ = scaling · b a.
 
     `a` and `b` of what is stored are read at each look, so that holding factors costs nothing: look once.
@@ -63,7 +63,7 @@ class Factors:
         source_b: [out, rank], or where it is stored.
         scaling: alpha/rank, or alpha/√rank with rsLoRA; 1 for everything that a merge returns.
 
-    >>> Factors(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
+    >>> LowRankDelta(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
     tensor([[2., 2.],
             [2., 2.],
             [2., 2.]])
@@ -102,10 +102,10 @@ class Factors:
         """Return the full weight change [out, in] in fp32."""
         return (self.b.float() * self.scaling) @ self.a.float()
 
-    def on(self, device: torch.device | str) -> "Factors":
+    def on(self, device: torch.device | str) -> "LowRankDelta":
         """Return the same weight change with its factors, or where they are read to, on a device."""
         place = torch.device(device)
-        return Factors(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
+        return LowRankDelta(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
 
     def norms(self) -> tuple[float, float]:
         """Return ‖A‖ and ‖B‖; of what is stored they are known from when the file was opened."""
@@ -135,7 +135,7 @@ def _on(source: Source, device: torch.device) -> Source:
     return source.to(device) if isinstance(source, Tensor) else replace(source, device=device)
 
 
-Modules = Mapping[str, tuple[Factors, ...]]
+Modules = Mapping[str, tuple[LowRankDelta, ...]]
 """Per module the factors of every party, in one order of parties throughout."""
 
 
@@ -145,7 +145,7 @@ class Adapter:
 
     Attributes:
         party: Who it comes from; a folder's name for a plain PEFT adapter.
-        modules: Factors per module, named as in the base model.
+        modules: LowRankDelta per module, named as in the base model.
         config: PEFT's configuration.
         sha256: Hash of its files, as of a release.
         base_sha256: The base model's hash, if a statement or the record of a merge says it.
@@ -158,7 +158,7 @@ class Adapter:
     """
 
     party: str
-    modules: Mapping[str, Factors]
+    modules: Mapping[str, LowRankDelta]
     config: dict[str, Any]
     sha256: str
     base_sha256: str | None = None
@@ -329,10 +329,10 @@ def _check_statement(release: Release, tensors: Mapping[str, Source], party: str
         raise ReleaseRefused("statement-inconsistent", problem, fix)
 
 
-def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
+def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, LowRankDelta]:
     """Return the change of every module of an adapter; see `read_contents`."""
     return _factors(read_contents(tensors, config, party))
 
 
-def _factors(found: Contents) -> dict[str, Factors]:
-    return {name: Factors(*pair) for name, pair in found.pairs.items()}
+def _factors(found: Contents) -> dict[str, LowRankDelta]:
+    return {name: LowRankDelta(*pair) for name, pair in found.pairs.items()}

@@ -12,7 +12,7 @@ import torch
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import ADAPTER
 from dpmerge.server.merging.adapters.bases import difference, same_name
-from dpmerge.server.merging.adapters.deltas import LARGEST, Adapter, Factors, Modules, digest
+from dpmerge.server.merging.adapters.deltas import LARGEST, Adapter, LowRankDelta, Modules, digest
 from dpmerge.server.merging.adapters.settings import shown, stated
 
 MAX_NAMED = 8  # names listed in one sentence; the rest is counted
@@ -44,7 +44,7 @@ def gather(
         )
     shapes = {name: item.shape for adapter in adapters for name, item in adapter.modules.items()}
     absent = [f"{a.party}: {name}" for name in sorted(shapes) for a in adapters if name not in a.modules]
-    nothing = {name: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width) in shapes.items()}
+    nothing = {name: LowRankDelta(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width) in shapes.items()}
     rows = {name: tuple(a.modules.get(name, nothing[name]) for a in adapters) for name in sorted(shapes)}
     return rows if device is None else {n: tuple(f.on(device) for f in row) for n, row in rows.items()}, absent
 

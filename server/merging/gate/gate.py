@@ -94,7 +94,7 @@ class Gate:
     warnings: tuple[str, ...] = field(default=())
 
 
-def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: str = "") -> Gate:
+def inspect_adapters(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: str = "") -> Gate:
     """Read adapters and list everything that keeps them from being merged.
 
     Args:

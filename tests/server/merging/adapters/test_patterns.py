@@ -16,7 +16,7 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.adapters.deltas import read_adapter
 from dpmerge.server.merging.adapters.names import MAX_NAME
 from dpmerge.server.merging.adapters.patterns import PatternRefused, check, matches
-from dpmerge.server.merging.gate.gate import inspect
+from dpmerge.server.merging.gate.gate import inspect_adapters
 
 NAMES = [
     *(f"model.layers.{layer}.self_attn.{target}" for layer in (0, 1, 10) for target in ("q_proj", "k_proj")),
@@ -132,7 +132,7 @@ def adapter(folder: Path, **config: object) -> Path:
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_hostile_pattern_is_refused_at_the_gate_with_party_and_file(tmp_path: Path, key: str) -> None:
     folder = adapter(tmp_path / "shop", **{key: {"(?=a+)b": 1}})
-    (refusal,) = inspect([(None, folder)], strict=True).refusals
+    (refusal,) = inspect_adapters([(None, folder)], strict=True).refusals
     assert str(refusal).startswith(
         rf"DPM-402: shop: {key} of adapter_config.json: '(?=a+)b' has '(?', which is none of"
     )
@@ -141,7 +141,7 @@ def test_a_hostile_pattern_is_refused_at_the_gate_with_party_and_file(tmp_path: 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("key", ["rank_pattern", "alpha_pattern"])
 def test_a_pattern_that_python_would_try_for_ever_is_read(tmp_path: Path, key: str) -> None:
-    gate = inspect([(None, adapter(tmp_path / "shop", **{key: {"(a+)+b": 7}}))], strict=True)
+    gate = inspect_adapters([(None, adapter(tmp_path / "shop", **{key: {"(a+)+b": 7}}))], strict=True)
     assert gate.refusals == ()
 
 
@@ -166,7 +166,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / name).unlink()
     monkeypatch.chdir(folder)  # a socket's path is short
     make(folder / name)  # type: ignore[operator]
-    (refusal,) = inspect([(None, folder)], strict=True).refusals
+    (refusal,) = inspect_adapters([(None, folder)], strict=True).refusals
     assert str(refusal).startswith(f"DPM-402: shop: {name} is no regular file; ")
 
 
