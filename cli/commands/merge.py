@@ -3,27 +3,29 @@
 Nothing is written unless everything fits, and then in one step: the output folder is complete or absent.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dpmerge.cli.grouped import grouped, parameter
-from dpmerge.cli.merge_tables import explanation_tables, gate_table, method_rows, methods_table, validation_tables
 from dpmerge.cli.terminal import BAD_INPUT, INTERRUPTED, Format, FormatOption, answer, console
 from dpmerge.common.config.sections import MergeSettings
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.printable import MAX_TEXT, shown
-from dpmerge.server.intake.loudness import loud_warnings
-from dpmerge.server.merge_job import Outcome, Request, inspect, run, spooled
-from dpmerge.server.merging.gate.gate import Gate
 from dpmerge.server.merging.methods.recipe import MergeMethod
 from dpmerge.server.merging.registry import METHODS, parameters_of
 from dpmerge.server.merging.spec.spec import spec_of
+
+if TYPE_CHECKING:
+    from dpmerge.server.merge_job import Outcome, Request
+    from dpmerge.server.merging.gate.gate import Gate
 
 app = typer.Typer(add_completion=False)
 TUNED = "Parameters of the method"
@@ -56,6 +58,8 @@ class Inputs:
 
     def folders(self) -> list[tuple[str | None, Path]]:
         """Return every adapter's party, or None for its own, and folder."""
+        from dpmerge.server.merge_job import spooled
+
         named = list(map(_input, self.adapters or ()))
         return [*named, *spooled(self.from_spool, self.without or ())] if self.from_spool else named
 
@@ -155,6 +159,8 @@ def merge(
         raise typer.BadParameter("say where the result goes, or --explain to write nothing", param_hint="--out")
     if inputs.without and inputs.from_spool is None:
         raise typer.BadParameter("is for the parties of --from-spool", param_hint="--without")
+    from dpmerge.server.merge_job import Request  # PEFT and transformers, which a refused option need not wait for
+
     spec = spec_of(**how.options(), **around.options(), **parameters)
     request = Request(
         inputs=inputs.folders(),
@@ -174,6 +180,8 @@ def merge(
 
 
 def _run(request: Request, output: Format) -> int:
+    from dpmerge.server.merge_job import inspect, run
+
     gate = inspect(request)
     for line in gate.warnings:
         print(f"warning: {line}", file=sys.stderr)
@@ -184,6 +192,8 @@ def _run(request: Request, output: Format) -> int:
 
 
 def _list(output: Format) -> int:
+    from dpmerge.cli.merge_tables import method_rows, methods_table
+
     if output is Format.json:
         answer(output, {"methods": method_rows()}, "")
     else:
@@ -193,6 +203,8 @@ def _list(output: Format) -> int:
 
 def _refuse(gate: Gate, output: Format) -> int:
     """Show what was read and every mismatch, on stderr: there is no result."""
+    from dpmerge.cli.merge_tables import gate_table
+
     terminal = console(stderr=True)
     if gate.entries and output is Format.text:
         terminal.print(gate_table(gate.entries))
@@ -202,6 +214,9 @@ def _refuse(gate: Gate, output: Format) -> int:
 
 
 def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
+    from dpmerge.cli.merge_tables import explanation_tables, gate_table, validation_tables
+    from dpmerge.server.intake.loudness import loud_warnings
+
     if output is Format.json:
         answer(output, {"out": None if out is None else str(out)} | outcome.to_dict(), "")
         return
