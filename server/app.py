@@ -133,7 +133,7 @@ class Slots:
         self.again[node] = time.monotonic() + CALL_AGAIN_SECONDS
         party = check_hello(signed, call, self.reception.keys, datetime.now(UTC))
         present = {slot.party for slot in self.taken.values()}
-        if party not in self.reception.expectation.parties or party in present:
+        if party not in self.reception.release_spec.parties or party in present:
             raise ReleaseRefused("unknown-party", f"{party} is not missing", "one node of a party is enough")
         self.taken[node] = Slot(party, call)
         return self.taken[node]

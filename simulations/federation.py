@@ -31,9 +31,9 @@ from dpmerge.common.release.format import replace_folder, to_files
 from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluation.evaluate import PublicTask, TaskScores, evaluate, public_test_records
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
 from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
@@ -76,21 +76,20 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
             process is at work in the folder, or "resume" meets another configuration.
     """
     with ExitStack() as held:
-        return _run(federation, out, mode, num_cpus, progress, held)
+        return _run(checked(federation), out, mode, num_cpus, progress, held)
 
 
 def _run(
     federation: Federation, out: Path, mode: Mode, num_cpus: int | None, progress: Progress, held: ExitStack
 ) -> Results:
     seconds: dict[str, float] = {}
-    federation = checked(federation)
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
         base = load_base(plans[0].base.model)
         check_length(base, plans[0].base.max_length)
         check_vocabulary(base)
         public = {plan.party: _public_records(plan) for plan in plans}
-        expectation = expectation_of(base, plans)
+        release_spec = release_spec_of(base, plans)
         check_output(out, mode)
         held.enter_context(locked(out))
         _open_run(out, federation, mode)
@@ -98,7 +97,7 @@ def _run(
     spool = Spool(out / "spool")
     reception = Reception(
         federation=founding.federation,
-        expectation=expectation,
+        release_spec=release_spec,
         keys=founding.keys,
         key=founding.server_key,
         spool=spool,

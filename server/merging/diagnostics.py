@@ -37,14 +37,14 @@ def measures(modules: Modules, combined: Combined) -> dict[str, Any]:
     norm = _norm(inner, combined)
     if norm is not None and not norm <= LARGEST:
         raise overflow()
-    whole = math.hypot(norm or 0.0, lost)  # what is lost is orthogonal to what is kept
+    uncut_norm = math.hypot(norm or 0.0, lost)  # what is lost is orthogonal to what is kept
     return {
         "coefficient": combined.coefficient,
         "norms": _norms(modules) if inner is None else inner.diagonal().clamp(min=0).sqrt().tolist(),
         "overlap": None if inner is None else cosines(inner).tolist(),
         "norm": norm,
         "rank": max(factors.rank for factors in combined.modules.values()),
-        "truncation_error": lost / whole if whole else 0.0,
+        "truncation_error": lost / uncut_norm if uncut_norm else 0.0,
     }
 
 

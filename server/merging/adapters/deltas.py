@@ -224,12 +224,12 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     if STATEMENT in known and SIGNATURE in names:
         _check_signed(_read(folder, SIGNATURE, origin, links=False), hashes, origin)
     tensors, saved = found[ADAPTER], found[MODULES]
-    whole = hash_of_hashes(hashes)
+    sha256 = hash_of_hashes(hashes)
     if released:
         release = release_around({}, files, origin, max_json_bytes=MAX_LOCAL_JSON_BYTES)
-        return _of_release(release, tensors, saved, origin, whole)
+        return _of_release(release, tensors, saved, origin, sha256)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
-    return _of_peft(tensors, config, origin, whole, base)
+    return _of_peft(tensors, config, origin, sha256, base)
 
 
 def _check_signed(signature: bytes, hashes: Mapping[str, str], origin: str) -> None:
@@ -268,13 +268,13 @@ def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
     Raises:
         DpmergeError: DPM-402 for what is no plain LoRA; DPM-401 for malformed files.
     """
-    whole = release_hash(files)
+    sha256 = release_hash(files)
     if STATEMENT in files or MERGE in files:
         release = release_from_files(files, party)
-        return _of_release(release, release.adapter, release.modules, party, whole)
+        return _of_release(release, release.adapter, release.modules, party, sha256)
     config = parse_json(files[CONFIG], f"{party}: {CONFIG}")
     tensors, _ = parse_tensors(files[ADAPTER], f"{party}: {ADAPTER}", DTYPES)
-    return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, whole)
+    return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, sha256)
 
 
 def _of_peft(tensors: Mapping[str, Plain], config: dict[str, Any], party: str, sha256: str, base: str = "") -> Adapter:

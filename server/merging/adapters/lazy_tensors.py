@@ -147,5 +147,5 @@ def _next(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, origin: st
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    whole: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return whole
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view

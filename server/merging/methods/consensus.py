@@ -42,11 +42,11 @@ def sce(modules: Modules, recipe: Recipe) -> Combined:
         mean = total_of(item.delta() / unit for item in factors) / len(factors)
         selected = _most_varied(factors, mean, unit, recipe[DENSITY])
         energies = [torch.where(selected, item.delta() / unit, 0.0).square().mean() for item in factors]
-        whole = torch.stack(energies).sum()
+        total_energy = torch.stack(energies).sum()
         total, divisor = torch.zeros_like(mean), torch.zeros_like(mean)
         positive = mean >= 0
         for item, energy in zip(factors, energies, strict=True):
-            share = energy / whole if whole > 0 else torch.tensor(1 / len(factors))
+            share = energy / total_energy if total_energy > 0 else torch.tensor(1 / len(factors))
             delta = item.delta()
             agrees = selected & (delta != 0) & ((delta > 0) == positive)
             total += torch.where(agrees, share * delta, 0.0)
@@ -80,12 +80,12 @@ def pcb(modules: Modules, recipe: Recipe) -> Combined:
     refuse_unequal_weights(recipe, "PCB as published makes its own", _OWN_WEIGHTS)
 
     def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
-        whole = total_of(item.delta() for item in factors)
-        total, divisor = torch.zeros_like(whole), torch.zeros_like(whole)
+        party_sum = total_of(item.delta() for item in factors)
+        total, divisor = torch.zeros_like(party_sum), torch.zeros_like(party_sum)
         for item in factors:
             delta = item.delta()
             magnitude = _clamped(delta.abs())
-            scores = balance(delta, magnitude, whole, len(factors), recipe[DENSITY])
+            scores = pcb_weights(delta, magnitude, party_sum, len(factors), recipe[DENSITY])
             total += scores * magnitude.copysign(delta)
             divisor += scores
         merged = recipe.factor * total / torch.where(divisor == 0, 1.0, divisor)
@@ -104,18 +104,18 @@ PCB = MergeMethod(
 )
 
 
-def balance(delta: Tensor, magnitude: Tensor, whole: Tensor, num_parties: int, density: float) -> Tensor:
+def pcb_weights(delta: Tensor, magnitude: Tensor, party_sum: Tensor, num_parties: int, density: float) -> Tensor:
     """Return PCB's weights in [0, 1] of one party's entries; those below the share `density` of the scores have 0.
 
     Args:
         delta: The party's matrix.
         magnitude: Its magnitudes, clamped.
-        whole: The sum of all parties' matrices.
+        party_sum: The sum of all parties' matrices.
         num_parties: T.
         density: Share of entries to keep, in (0, 1].
     """
     inside = torch.exp(num_parties * (_unit_range(magnitude.double()).square() - 1))  # e^-T cancels in the range below
-    scores = inside * torch.tanh(delta.double() * whole.double())
+    scores = inside * torch.tanh(delta.double() * party_sum.double())
     kept = max(1, int(density * scores.numel()))
     least = scores.flatten().kthvalue(scores.numel() - kept + 1).values
     return _unit_range(scores.clamp(min=least)).float()

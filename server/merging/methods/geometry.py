@@ -76,8 +76,8 @@ def solve_coefficients(inner: Tensor, noise: Sequence[Noise], weights: Sequence[
     signal, energy = split(inner, noise)
     error = torch.tensor([each.relative_error for each in noise], dtype=torch.float64)[part]
     share, signal, energy = weight[part], signal[part][:, part], energy[part]
-    own, whole = signal.diagonal(), inner.double().diagonal()[part]
-    per_signal, per_change = _inverse(own), _inverse(whole)
+    own, change = signal.diagonal(), inner.double().diagonal()[part]
+    per_signal, per_change = _inverse(own), _inverse(change)
 
     gains = share.sqrt()[:, None] * signal * per_signal[:, None]
     others = (share * per_change).sum() - share * per_change
@@ -102,9 +102,9 @@ def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     ([[1.0, 1.0], [1.0, 1.0]], [3.0, 3.0])
     """
     inner = inner.double()
-    whole = inner.diagonal().clamp(min=0)
+    squared_norms = inner.diagonal().clamp(min=0)
     share = torch.tensor([each.share for each in noise], dtype=torch.float64)
-    energy, own = whole * share, whole * (1 - share).clamp(min=SMALLEST_SIGNAL)
+    energy, own = squared_norms * share, squared_norms * (1 - share).clamp(min=SMALLEST_SIGNAL)
     count = torch.tensor([float(max(1, each.num_coordinates)) for each in noise], dtype=torch.float64)
     chance = torch.outer(energy, energy) / torch.minimum(count[:, None], count)
     kept = (1 - chance / inner.square().clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0)

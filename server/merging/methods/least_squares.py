@@ -43,17 +43,19 @@ def regmean(modules: Modules, recipe: Recipe) -> Combined:
 
     def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         width = factors[0].shape[1]
-        whole = torch.zeros(width, width, dtype=torch.float64)
+        weighted_gram = torch.zeros(width, width, dtype=torch.float64)
         rows, plain = [], []
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
             gram = _damped(_statistic(recipe, t, name, (width, width), "gram").to(item.device), recipe[OFF_DIAGONAL])
             a = weight * item.scaling * item.a.double()
             rows.append(a @ gram)
             plain.append(a)
-            whole += weight * gram
-        guard = float((GUARD * whole.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny))
-        whole.diagonal().add_(guard)
-        solved = torch.cholesky_solve((torch.cat(rows) + guard * torch.cat(plain)).T, torch.linalg.cholesky(whole)).T
+            weighted_gram += weight * gram
+        guard = float((GUARD * weighted_gram.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny))
+        weighted_gram.diagonal().add_(guard)
+        solved = torch.cholesky_solve(
+            (torch.cat(rows) + guard * torch.cat(plain)).T, torch.linalg.cholesky(weighted_gram)
+        ).T
         a, b = recipe.factor * solved, torch.cat([item.b for item in factors], 1)
         merged, lost = truncate(LowRankDelta(a, b), result_rank(factors, recipe))
         return LowRankDelta(merged.a.float(), merged.b.float()), lost

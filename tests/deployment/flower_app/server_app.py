@@ -13,9 +13,9 @@ from dpmerge.common.public.terms import terms_hash
 from dpmerge.common.release.wire import Terms
 from dpmerge.server import app as app_module
 from dpmerge.server.app import Collection, server_app
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
 from dpmerge.simulations.keys import found
 
@@ -34,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
     base = load_base(plans[0].base.model)
     reception = Reception(
         federation=founding.federation,
-        expectation=expectation_of(base, plans),
+        release_spec=release_spec_of(base, plans),
         keys=founding.keys,
         key=founding.server_key,
         spool=WatchedSpool(folder),

@@ -133,7 +133,7 @@ def test_names_in_a_card_are_names_and_no_markup(tmp_path):
 def test_a_card_claims_nothing_that_the_statement_does_not(tmp_path):
     release, gate = merged_release(tmp_path, "shop", "library")
     said = {"party": "shop", "epsilon": 1.00001, "private": True}
-    entry = replace(gate.entries[0], statement=said, private=True, epsilon=1.00001, delta=1e-5, unit="record")
+    entry = replace(gate.entries[0], statement=said, private=True, epsilon=1.00001, target_delta=1e-5, unit="record")
     text = merge_card(release, [entry, gate.entries[1]], materialized=False, pictured=False)
     assert "shop came with an incomplete privacy statement: nothing is claimed" in text
     assert "| shop | 1 | 1.001 | 1e-05 | record |" in text  # never rounded down
