@@ -42,7 +42,13 @@ def grouped(*groups: type[Any] | Iterable[inspect.Parameter]) -> Callable[[Calla
 
 
 def parameter(name: str, annotation: Any, default: object) -> inspect.Parameter:
-    """Return one option: a name, an annotation as typer reads it, and the value without it."""
+    """Return one option: a name, an annotation as typer reads it, and the value without it.
+
+    Args:
+        name: With underscores, as in Python.
+        annotation: `Annotated` with a typer option.
+        default: What the command gets without it.
+    """
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

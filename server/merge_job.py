@@ -131,6 +131,10 @@ def inspect(request: Request) -> Gate:
 def run(request: Request, gate: Gate) -> Outcome:
     """Merge adapters that fit, and write the result if it has a place to go.
 
+    Args:
+        request: What was asked for.
+        gate: What `inspect` found, without refusals.
+
     Raises:
         DpmergeError: For a method, parameter, file or base model that cannot be used. Nothing is written then.
     """

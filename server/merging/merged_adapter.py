@@ -16,7 +16,12 @@ KEPT_TASKS = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"})
 
 
 def tensors_of(modules: Mapping[str, LowRankDelta], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
-    """Return merged factors under PEFT's keys, those of embeddings under their own."""
+    """Return merged factors under PEFT's keys, those of embeddings under their own.
+
+    Args:
+        modules: Module → merged factors, scaling 1.
+        adapters: What was merged; they tell which modules are embeddings.
+    """
     embeddings = frozenset[str]().union(*(adapter.embeddings for adapter in adapters))
     tensors = {}
     for name, factors in modules.items():
@@ -78,6 +83,10 @@ def rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
 
     Modules whose last name always goes with one rank share a pattern; others are named in full from the start, so that
     `proj_out` is not taken for the end of `blocks.0.proj_out`.
+
+    Args:
+        ranks: Module → rank.
+        common: The rank that `r` states.
 
     >>> rank_pattern({"proj_out": 2, "blocks.0.proj_out": 4, "0.q": 3, "1.q": 3}, 4)
     {'^proj_out': 2, 'q': 3}

@@ -62,6 +62,11 @@ def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[LowRankDelta]) -> tu
     """Return every party's factors in orthonormal bases (columns): Q_Bᵀ b, a Q_A, in float64.
 
     Equal a's stay equal bit by bit, so that parties who share one are still seen to do so.
+
+    Args:
+        q_b: Orthonormal columns [out, k].
+        q_a: Orthonormal columns [in, l].
+        factors: Every party's change of one module, [out, in].
     """
     return tuple(LowRankDelta(item.a.double() @ q_a, q_b.T @ item.b.double(), item.scaling) for item in factors)
 
@@ -120,6 +125,11 @@ def median_weights(inner: Tensor, weights: Sequence[float]) -> list[float]:
 def bounded(modules: Modules, recipe: Recipe, robust: Robust) -> tuple[Modules, Recipe, dict[str, Any]]:
     """Bound one party's influence: by its length, or by the geometric median's weights.
 
+    Args:
+        modules: What to merge.
+        recipe: As the method would take it.
+        robust: How.
+
     Returns:
         What the method gets in place of its modules and recipe, and an account of what was done.
     """
@@ -148,6 +158,10 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
     """Multiply merged modules by factors.
 
     As in PEFT's `rank_pattern`, a pattern matches a whole tail of a dotted name, and the first that does wins.
+
+    Args:
+        combined: What a method returned.
+        scales: Pattern of module names → finite factor.
 
     Raises:
         DpmergeError: DPM-103 for a factor that is not finite, or a pattern that names no module.

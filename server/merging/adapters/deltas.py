@@ -198,14 +198,7 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
     """
-    fix = "name a folder with a LoRA adapter in safetensors"
-    if not folder.is_dir():
-        raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
-    names = set(names_in(folder, MAX_NAMES))
-    if ADAPTER not in names or CONFIG not in names:
-        pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
-        problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
-        raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
+    names = _names_in_adapter(folder)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE, MODULES}
     origin = party or folder.name
     released = STATEMENT in known or MERGE in known
@@ -230,6 +223,19 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
         return _of_release(release, tensors, saved, origin, sha256)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
     return _of_peft(tensors, config, origin, sha256, base)
+
+
+def _names_in_adapter(folder: Path) -> set[str]:
+    """List a folder, which must hold an adapter in safetensors."""
+    fix = "name a folder with a LoRA adapter in safetensors"
+    if not folder.is_dir():
+        raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
+    names = set(names_in(folder, MAX_NAMES))
+    if ADAPTER not in names or CONFIG not in names:
+        pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
+        problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
+        raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
+    return names
 
 
 def _check_signed(signature: bytes, hashes: Mapping[str, str], origin: str) -> None:
@@ -330,7 +336,13 @@ def _check_statement(release: Release, tensors: Mapping[str, Source], party: str
 
 
 def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, LowRankDelta]:
-    """Return the change of every module of an adapter; see `read_contents`."""
+    """Return the change of every module of an adapter; see `read_contents`.
+
+    Args:
+        tensors: Key → tensor, as PEFT wrote them.
+        config: adapter_config.json.
+        party: Whose adapter it is, for refusals.
+    """
     return _factors(read_contents(tensors, config, party))
 
 

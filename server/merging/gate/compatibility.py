@@ -67,7 +67,13 @@ def nothing_to_merge() -> DpmergeError:
 
 
 def refused(party: str, problem: str, fix: str) -> DpmergeError:
-    """Return the refusal of one party's adapter."""
+    """Return the refusal of one party's adapter.
+
+    Args:
+        party: Whose adapter it is.
+        problem: What is wrong with it.
+        fix: What to do.
+    """
     return DpmergeError("DPM-402", f"{party}: {problem}", fix)
 
 

@@ -29,6 +29,10 @@ def weighted_sum(factors: Sequence[LowRankDelta], weights: Sequence[float]) -> L
     Parties that share A add their B's under it; different A's are stacked. All parties on one frozen A thus keep their
     rank. Where a stack would have more ranks than the matrix has rows or columns, the matrix itself is added up, beside
     the identity: from then on no further party makes it larger.
+
+    Args:
+        factors: One low-rank change per party, of one shape [out, in].
+        weights: One number per party.
     """
     out, width = factors[0].shape
     sharing: dict[bytes, list[int]] = {}
@@ -63,6 +67,10 @@ def stack(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int, rank: i
 
 def scaled(b: Tensor, factor: float) -> Tensor:
     """Return factor · b, rounded once where it goes to fp32: in fp32 if the factor is one, otherwise in float64.
+
+    Args:
+        b: Left factor [out, r].
+        factor: A number.
 
     >>> scaled(torch.ones(1), 0.5).dtype, scaled(torch.ones(1), 0.1).dtype
     (torch.float32, torch.float64)

@@ -31,6 +31,11 @@ def thresholds(modules: Modules, num_parties: int, density: float) -> list[float
 
     Non-negative floats order as their bit patterns do, so two counting passes (upper, then lower 16 bits) select the
     k-th largest exactly, without holding more than one module's matrix.
+
+    Args:
+        modules: Module → every party's change.
+        num_parties: T.
+        density: Share of entries, in (0, 1].
     """
     size = sum(math.prod(factors[0].shape) for factors in modules.values())
     upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64, device="cpu")

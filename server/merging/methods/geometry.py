@@ -97,6 +97,10 @@ def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     that trained in subspaces k takes the place of P, as if they had the same one: an upper bound, since the variance is
     ‖n_t‖² ‖n_s‖² ‖Q_t Q_sᵀ‖² / (k_t k_s), and the server does not hold Q.
 
+    Args:
+        inner: ⟨τ_t, τ_s⟩, [T, T].
+        noise: The parties' noise, T of them.
+
     >>> signal, energy = split(torch.full((2, 2), 4.0), [Noise(0.75, 10**9, "stated")] * 2)
     >>> signal.tolist(), energy.tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [3.0, 3.0])

@@ -76,7 +76,14 @@ CONCAT = MergeMethod(
 
 
 def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Combined:
-    """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
+    """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition.
+
+    Args:
+        modules: What to merge.
+        weights: One number per party.
+        rank: Of the result, or None for the lowest exact one.
+        coefficient: Factor on the sum.
+    """
     total = [coefficient * weight for weight in weights]
 
     def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
@@ -88,7 +95,13 @@ def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coeff
 def weighted_module(
     factors: Sequence[LowRankDelta], weights: Sequence[float], rank: int | None
 ) -> tuple[LowRankDelta, float]:
-    """Return one module's Σ weights_t τ_t at a rank or the lowest exact one, and the norm of what is left out."""
+    """Return one module's Σ weights_t τ_t at a rank or the lowest exact one, and the norm of what is left out.
+
+    Args:
+        factors: Every party's change of one module.
+        weights: One number per party.
+        rank: Of the result, or None for the lowest exact one.
+    """
     total = weighted_sum(factors, weights)
     return truncate(total, rank or total.rank)
 

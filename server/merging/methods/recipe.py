@@ -113,6 +113,9 @@ def refuse_unequal_weights(recipe: Recipe, why: str, fix: str) -> None:
 
 
 Method = Callable[[Modules, Recipe], Combined]
+"""(modules, recipe) → what they combine to. Modules map a name to every party's change, in the order of the recipe's
+parties, all of one shape; the recipe holds weights and the parameters that the method declares. No method changes them.
+"""
 
 Rule = Callable[[str, tuple[LowRankDelta, ...]], tuple[LowRankDelta, float]]
 """(module, every party's factors) → merged factors and the Frobenius norm of what the rank left out."""
@@ -163,7 +166,12 @@ class MergeMethod:
 
 
 def result_rank(factors: tuple[LowRankDelta, ...], recipe: Recipe) -> int:
-    """Return the rank asked for, or else the sum of the inputs' ranks, as far as the matrix goes."""
+    """Return the rank asked for, or else the sum of the inputs' ranks, as far as the matrix goes.
+
+    Args:
+        factors: Every party's change of one module.
+        recipe: Holds the rank that was asked for, if one was.
+    """
     full = min(factors[0].shape)
     return min(recipe.rank or sum(item.rank for item in factors), full)
 

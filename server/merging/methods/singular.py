@@ -57,7 +57,12 @@ class Core:
         return torch.cat(self.lefts, 1) @ torch.cat(self.rights, 1).T
 
     def lift(self, core: Tensor, rank: int | None) -> tuple[LowRankDelta, float]:
-        """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost."""
+        """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost.
+
+        Args:
+            core: Coordinates [k, l].
+            rank: Of the result, or None for the core's own.
+        """
         u, s, v = support(core, least=1)
         item = LowRankDelta((v * s.sqrt()).T @ self.q_a.T, self.q_b @ (u * s.sqrt()))
         kept, lost = truncate(item, rank or item.rank)
@@ -66,6 +71,10 @@ class Core:
 
 def core_of(factors: Sequence[LowRankDelta], weights: Sequence[float]) -> Core:
     """Return the exact core of weighted weight changes, in the bases that the stacked factors span.
+
+    Args:
+        factors: Every party's change of one module.
+        weights: One number per party.
 
     References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
     """
@@ -77,7 +86,12 @@ def core_of(factors: Sequence[LowRankDelta], weights: Sequence[float]) -> Core:
 def stacked_bases(
     factors: Sequence[LowRankDelta], weights: Sequence[float]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64."""
+    """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64.
+
+    Args:
+        factors: Every party's change of one module, [out, in].
+        weights: One number per party.
+    """
     ranks = [item.rank for item in factors]
     scaled = (item.b.double() * (item.scaling * weight) for item, weight in zip(factors, weights, strict=True))
     return _basis(_side_by_side(scaled, ranks)), _basis(_side_by_side((item.a.T for item in factors), ranks))
@@ -85,6 +99,10 @@ def stacked_bases(
 
 def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Return U, s, V (columns) of a matrix without the singular values that are rounding error, but `least` at least.
+
+    Args:
+        matrix: [m, n].
+        least: How many to keep at least.
 
     >>> support(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)))[1].tolist()
     [3.0]
@@ -95,7 +113,12 @@ def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def thin_support(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `support` of left rightᵀ without making that product: by QR of its thin factors."""
+    """Return `support` of left rightᵀ without making that product: by QR of its thin factors.
+
+    Args:
+        left: [m, r].
+        right: [n, r].
+    """
     (q_left, r_left), (q_right, r_right) = thin_qr(left), thin_qr(right)
     u, s, v = support(r_left @ r_right.T)
     return q_left @ u, s, q_right @ v

@@ -195,6 +195,10 @@ def trimmed_mean(factors: Sequence[LowRankDelta], recipe: Recipe) -> Tensor:
 
     Entries equal to the last that is kept are kept too; so at least one is.
 
+    Args:
+        factors: Every party's change of one module, [out, in].
+        recipe: Density, semantics and weights.
+
     >>> item = LowRankDelta(torch.eye(2), torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
     >>> trimmed_mean([item], Recipe(parties=("shop",), weights=(1.0,), parameters={"density": 0.5}))
     tensor([[ 0., -3.],
@@ -208,6 +212,11 @@ def middle(matrix: Tensor, density: float, outliers: float) -> Tensor:
     """Drop the share `outliers` of the largest entries, then keep the share `density`, and at least one.
 
     Fewer outliers are dropped where the density asks for their places.
+
+    Args:
+        matrix: [out, in].
+        density: Share to keep, in (0, 1].
+        outliers: Share to drop, in [0, 1).
 
     >>> middle(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.5, 0.25)
     tensor([[1., 0.],
@@ -224,6 +233,11 @@ def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
     """Return a probability per entry that rises evenly with the entry's rank by magnitude within its row.
 
     It runs from density - h to density + h with h = spread · min(density, 1 - density), so its mean is the density.
+
+    Args:
+        matrix: [out, in].
+        density: Mean of the probabilities, in (0, 1].
+        spread: Share of the room around the density, in [0, 1].
 
     >>> keep_probabilities(torch.tensor([[1.0, -3.0, 2.0]]), 0.5, 0.5).tolist()
     [[0.25, 0.75, 0.5]]
