@@ -6,7 +6,7 @@ Nothing is written unless everything fits, and then in one step: the output fold
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpmerge.cli.grouped import grouped, parameter
+from dpmerge.cli.merge_texts import files, layer_scales, named_folder, numbers
 from dpmerge.cli.terminal import BAD_INPUT, INTERRUPTED, Format, FormatOption, answer, console
 from dpmerge.common.config.sections import MergeSettings
-from dpmerge.common.errors import DpmergeError
 from dpmerge.common.printable import MAX_TEXT, shown
 from dpmerge.server.merging.methods.recipe import MergeMethod
 from dpmerge.server.merging.registry import METHODS, parameters_of
@@ -60,7 +60,7 @@ class Inputs:
         """Return every adapter's party, or None for its own, and folder."""
         from dpmerge.server.merge_job import spooled
 
-        named = list(map(_input, self.adapters or ()))
+        named = list(map(named_folder, self.adapters or ()))
         return [*named, *spooled(self.from_spool, self.without or ())] if self.from_spool else named
 
 
@@ -78,7 +78,7 @@ class How:
 
     def options(self) -> dict[str, Any]:
         """Return keywords of `spec_of`."""
-        weights = _numbers("--weights", ",".join(self.weights).split(",")) if self.weights else None
+        weights = numbers("--weights", ",".join(self.weights).split(",")) if self.weights else None
         return {key: getattr(self, key) for key in ("method", "strict", "seed", "device")} | {"weights": weights}
 
 
@@ -102,7 +102,7 @@ class Around:
 
     def options(self) -> dict[str, Any]:
         """Return keywords of `spec_of`."""
-        return {"core": self.core, "denoise": self.denoise, "robust": self.robust} | _layer_scales(
+        return {"core": self.core, "denoise": self.denoise, "robust": self.robust} | layer_scales(
             self.layer_scale or ()
         )
 
@@ -169,8 +169,8 @@ def merge(
         materialize=result.materialize,
         explained=result.explained,
         base=inputs.base or "",
-        validation=_files("--validate", public.validate),
-        public=_files("--public", public.public),
+        validation=files("--validate", public.validate),
+        public=files("--public", public.public),
     )
     try:
         return _run(request, result.output)
@@ -238,71 +238,3 @@ def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
     )
     if out is not None:
         print(out)
-
-
-def _numbers(option: str, texts: Iterable[str]) -> dict[str, float]:
-    """Read NAME=NUMBER texts.
-
-    >>> _numbers("--weights", ["a=1", "b=.5"])
-    {'a': 1.0, 'b': 0.5}
-    """
-    numbers = {}
-    for name, value in _pairs(option, texts).items():
-        try:
-            numbers[name] = float(value)
-        except ValueError:
-            raise DpmergeError("DPM-103", f"{option} {name}={value} is no number", "write, say, shop=.5") from None
-    return numbers
-
-
-def _layer_scales(texts: Iterable[str]) -> dict[str, Any]:
-    """Sort factors into those on the merged change and those on one party's: `PATTERN=X` and `PARTY:PATTERN=X`.
-
-    No module's name has a colon in it that a pattern needs; a party's name may.
-
-    >>> _layer_scales(["query=.5", "shop:value=2"])
-    {'layer_scales': {'query': 0.5}, 'party_layer_scales': {'shop': {'value': 2.0}}}
-    """
-    scales: dict[str, float] = {}
-    of_parties: dict[str, dict[str, float]] = {}
-    for name, number in _numbers("--layer-scale", texts).items():
-        party, mark, pattern = name.rpartition(":")
-        if mark and pattern and not party.endswith("(?"):
-            of_parties.setdefault(party, {})[pattern] = number
-        else:
-            scales[name] = number
-    return {"layer_scales": scales or None, "party_layer_scales": of_parties or None}
-
-
-def _input(text: str) -> tuple[str | None, Path]:
-    """Read a folder, or NAME=FOLDER where no such folder exists."""
-    name, mark, folder = text.partition("=")
-    if not mark or _exists(Path(text)):
-        return None, Path(text)
-    if not name or not folder:
-        raise DpmergeError("DPM-103", f"{text!r} is not of the form NAME=FOLDER", "write, say, shop=path/to/adapter")
-    return name, Path(folder)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # no name that a file could have
-        return False
-
-
-def _files(option: str, texts: Iterable[str] | None) -> dict[str, Path]:
-    return {party: Path(file) for party, file in _pairs(option, texts or ()).items()}
-
-
-def _pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
-    """Read NAME=VALUE texts, each name once."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if not name or not value:
-            raise DpmergeError("DPM-103", f"{option} {text!r} is not of the form NAME=VALUE", "write, say, shop=1")
-        if name in pairs:
-            raise DpmergeError("DPM-103", f"{option} names {name} twice", "give each name once")
-        pairs[name] = value
-    return pairs

@@ -14,10 +14,10 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.adapters.deltas import LARGEST, LowRankDelta, Modules
 from dpmerge.server.merging.adapters.patterns import PatternRefused, first_matches, matches
 from dpmerge.server.merging.low_rank.algebra import gram, weighted_sum
+from dpmerge.server.merging.low_rank.cores import stacked_bases
 from dpmerge.server.merging.methods.geometry import overlaps, split, wiener_weights
 from dpmerge.server.merging.methods.linear import shares
 from dpmerge.server.merging.methods.recipe import Combined, Method, Recipe, per_module
-from dpmerge.server.merging.methods.singular import stacked_bases
 from dpmerge.server.merging.noise.noise import Noise
 
 MAX_STEPS = 1000

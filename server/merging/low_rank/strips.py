@@ -4,7 +4,7 @@ Nothing here holds more than one strip, or the counts, so what is worked on stay
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 
 STRIP = 1 << 17
 """Entries of a full matrix that are built at a time."""
+
+Cut = Callable[[Tensor], Tensor]
+"""Rows of a party's full matrix → the same with entries dropped; is given all rows once, in order."""
 
 
 def strips(item: LowRankDelta) -> Iterator[Tensor]:
@@ -24,6 +27,17 @@ def strips(item: LowRankDelta) -> Iterator[Tensor]:
 def rows_at_once(item: LowRankDelta) -> int:
     """Return how many rows a strip has."""
     return max(1, STRIP // item.shape[1])
+
+
+def by_strips(
+    factors: Sequence[LowRankDelta], cuts: Sequence[Cut], combine: Callable[[list[Tensor]], Tensor]
+) -> Tensor:
+    """Return the merged matrix: of a few rows of every party's, with entries dropped, the same rows merged."""
+    merged = torch.empty(factors[0].shape, device=factors[0].device)
+    rows = torch.split(merged, rows_at_once(factors[0]))
+    for target, parts in zip(rows, zip(*map(strips, factors), strict=True), strict=True):
+        target.copy_(combine([cut(part) for cut, part in zip(cuts, parts, strict=True)]))
+    return merged
 
 
 def thresholds(modules: Modules, num_parties: int, density: float) -> list[float]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import factorise
-from dpmerge.server.merging.low_rank.strips import rows_at_once, strips, thresholds
+from dpmerge.server.merging.low_rank.strips import Cut, by_strips, rows_at_once, thresholds
 from dpmerge.server.merging.methods.parameter import COEFFICIENT, DENSITY, RANK, SEMANTICS, Parameter, Range
 from dpmerge.server.merging.methods.recipe import (
     Combined,
@@ -24,9 +24,6 @@ from dpmerge.server.merging.methods.recipe import (
     result_rank,
     total_of,
 )
-
-Cut = Callable[[Tensor], Tensor]
-"""Rows of a party's full matrix → the same with entries dropped; is given all rows once, in order."""
 
 Sparsify = Callable[[str, int, LowRankDelta], Cut]
 """(module, index of the party, its factors) → what drops entries there."""
@@ -205,7 +202,7 @@ def trimmed_mean(factors: Sequence[LowRankDelta], recipe: Recipe) -> Tensor:
             [ 2.,  0.]])
     """
     cuts = [_at_least(*thresholds({"": (item,)}, 1, recipe[DENSITY])) for item in factors]
-    return _by_strips(factors, cuts, lambda parts: elected_mean(parts, recipe))
+    return by_strips(factors, cuts, lambda parts: elected_mean(parts, recipe))
 
 
 def middle(matrix: Tensor, density: float, outliers: float) -> Tensor:
@@ -255,7 +252,7 @@ def _summed(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
 
     def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
-        return factorise(_by_strips(factors, cuts, combine), result_rank(factors, recipe))
+        return factorise(by_strips(factors, cuts, combine), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
 
@@ -263,21 +260,10 @@ def _summed(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
     def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
-        merged = _by_strips(factors, cuts, lambda parts: recipe.factor * elected_mean(parts, recipe))
+        merged = by_strips(factors, cuts, lambda parts: recipe.factor * elected_mean(parts, recipe))
         return factorise(merged, result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
-
-
-def _by_strips(
-    factors: Sequence[LowRankDelta], cuts: Sequence[Cut], combine: Callable[[list[Tensor]], Tensor]
-) -> Tensor:
-    """Return the merged matrix: of a few rows of every party's, with entries dropped, the same rows merged."""
-    merged = torch.empty(factors[0].shape, device=factors[0].device)
-    rows = torch.split(merged, rows_at_once(factors[0]))
-    for target, parts in zip(rows, zip(*map(strips, factors), strict=True), strict=True):
-        target.copy_(combine([cut(part) for cut, part in zip(cuts, parts, strict=True)]))
-    return merged
 
 
 def _weights(recipe: Recipe) -> tuple[float, ...]:

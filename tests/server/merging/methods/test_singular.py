@@ -9,8 +9,9 @@ from torch import Tensor
 
 from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.low_rank.algebra import gram, weighted_sum
+from dpmerge.server.merging.low_rank.cores import core_of
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.methods.singular import core_of, joint_svd, polar_factor
+from dpmerge.server.merging.methods.singular import joint_svd, polar_factor
 from dpmerge.server.merging.spec.spec import spec_of
 
 OUT, IN, RANK, PARTIES = 20, 16, 3, 3
