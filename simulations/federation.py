@@ -39,7 +39,7 @@ from dpmerge.server.intake.spool import Spool
 from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
 from dpmerge.simulations.flower import PARTIES, collect
-from dpmerge.simulations.keys import Founding, found
+from dpmerge.simulations.keys import SimulatedFederation, create_federation
 from dpmerge.simulations.output_folder import RUN_FILE, Mode, check_output, locked, prepare_output
 from dpmerge.simulations.party_rows import party_rows
 from dpmerge.simulations.progress import Progress
@@ -93,24 +93,24 @@ def _run(
         check_output(out, mode)
         held.enter_context(locked(out))
         _open_run(out, federation, mode)
-        founding = found(out, [plan.party for plan in plans])
+        simulated = create_federation(out, [plan.party for plan in plans])
     spool = Spool(out / "spool")
     reception = Reception(
-        federation=founding.federation,
+        federation=simulated.id,
         expectation=expectation,
-        keys=founding.keys,
-        key=founding.server_key,
+        keys=simulated.keys,
+        key=simulated.server_key,
         spool=spool,
         receipts=Receipts(out / "receipts"),
-        deadline=_deadline(founding, federation.intake),
+        deadline=_deadline(simulated, federation.intake),
         late=federation.intake.late,
         loud=federation.intake.loud,
     )
-    terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
+    terms = Terms(terms_hash(plans[0], base.sha256), simulated.id)
     asked, collection = _asked(plans, reception, out), Collection()
     if asked:
         with _timed(seconds, "train"):
-            collection = collect(asked, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
+            collection = collect(asked, terms, reception, simulated, out, num_cpus=num_cpus, progress=progress)
     collection.late |= len(asked) < len(plans)
     files, left_out = reception.releases()  # of all that was ever accepted here, whatever came of this run's replies
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
@@ -176,9 +176,9 @@ def _evaluate(
     return scores
 
 
-def _deadline(founding: Founding, settings: IntakeSettings) -> datetime | None:
+def _deadline(simulated: SimulatedFederation, settings: IntakeSettings) -> datetime | None:
     minutes = settings.deadline_minutes
-    return founding.founded + timedelta(minutes=minutes) if minutes else None
+    return simulated.created + timedelta(minutes=minutes) if minutes else None
 
 
 def _asked(plans: Sequence[PartyPlan], reception: Reception, out: Path) -> list[PartyPlan]:

@@ -27,7 +27,7 @@ from dpmerge.common.release.signing import PublicKey
 from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.intake.reception import Reception
-from dpmerge.simulations.keys import Founding
+from dpmerge.simulations.keys import SimulatedFederation
 from dpmerge.simulations.local_ray import local_ray
 from dpmerge.simulations.progress import Progress
 
@@ -42,7 +42,7 @@ def collect(
     plans: Sequence[PartyPlan],
     terms: Terms,
     reception: Reception,
-    founding: Founding,
+    simulated: SimulatedFederation,
     out: Path,
     *,
     num_cpus: int | None,
@@ -54,7 +54,7 @@ def collect(
         plans: One per party; node i of the federation is party i.
         terms: What all share, sent down.
         reception: Where releases are checked, spooled and receipted.
-        founding: The federation's keys.
+        simulated: The federation's keys.
         out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to
             `log.txt`.
         num_cpus: Cores to share among the parties; None for all.
@@ -62,7 +62,7 @@ def collect(
     """
     cores = num_cpus or os.cpu_count() or 1
     num_at_once = min(cores, len(plans))
-    sites = sites_of(plans, founding, out, num_threads=cores // num_at_once)
+    sites = sites_of(plans, simulated, out, num_threads=cores // num_at_once)
     collection, stop = Collection(), threading.Event()
     with _quiet(out / "log.txt"), _watched(sites, progress), tempfile.TemporaryDirectory() as folder:
         over = Path(folder, "over")
@@ -104,16 +104,18 @@ class SimulatedSite(Participant):
         return self.server_keys
 
 
-def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[SimulatedSite]:
+def sites_of(
+    plans: Sequence[PartyPlan], simulated: SimulatedFederation, out: Path, *, num_threads: int
+) -> list[SimulatedSite]:
     """Return what each party has at its own place, which in a simulation lies below the run's folder."""
     return [
         SimulatedSite(
             plan=plan,
             folder=(out / PARTIES / plan.party).resolve(),
             num_threads=num_threads,
-            federation=founding.federation,
-            key_file=founding.key_file(plan.party),
-            server_keys=(founding.server_key.public,),
+            federation=simulated.id,
+            key_file=simulated.key_file(plan.party),
+            server_keys=(simulated.server_key.public,),
         )
         for plan in plans
     ]
