@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Participant, participant_app
@@ -61,8 +63,7 @@ def collect(
         progress: Shows each party's stage.
     """
     cores = num_cpus or os.cpu_count() or 1
-    num_at_once = min(cores, len(plans))
-    sites = sites_of(plans, simulated, out, num_threads=cores // num_at_once)
+    sites = sites_of(plans, simulated, out, num_threads=_cores_of_each(cores, len(plans)))
     collection, stop = Collection(), threading.Event()
     with _quiet(out / "log.txt"), _watched(sites, progress), tempfile.TemporaryDirectory() as folder:
         over = Path(folder, "over")
@@ -76,18 +77,30 @@ def collect(
             on_late=over.touch,
             num_nodes=len(plans),
         )
-        try:
-            with local_ray(cores):
-                run_simulation(
-                    server_app=app,
-                    client_app=participant_app(_site_finder(sites, over)),
-                    num_supernodes=len(plans),
-                    backend_name="ray",
-                    backend_config={"client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0}},
-                )
-        finally:
-            stop.set()
+        _simulate(app, participant_app(_site_finder(sites, over)), len(plans), cores, stop)
     return collection
+
+
+def _simulate(server: ServerApp, client: ClientApp, num_nodes: int, cores: int, stop: threading.Event) -> None:
+    """Let Flower run both apps in Ray; the server's, which has a thread of its own, stops however that ends."""
+    try:
+        with local_ray(cores):
+            run_simulation(
+                server_app=server,
+                client_app=client,
+                num_supernodes=num_nodes,
+                backend_name="ray",
+                backend_config={
+                    "client_resources": {"num_cpus": _cores_of_each(cores, num_nodes), "num_gpus": 0.0},
+                },
+            )
+    finally:
+        stop.set()
+
+
+def _cores_of_each(cores: int, num_parties: int) -> int:
+    """Return how many cores a party gets, of which all train at once if there is a core for each."""
+    return cores // min(cores, num_parties)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +120,14 @@ class SimulatedSite(Participant):
 def sites_of(
     plans: Sequence[PartyPlan], simulated: SimulatedFederation, out: Path, *, num_threads: int
 ) -> list[SimulatedSite]:
-    """Return what each party has at its own place, which in a simulation lies below the run's folder."""
+    """Return what each party has at its own place, which in a simulation lies below the run's folder.
+
+    Args:
+        plans: One per party.
+        simulated: The federation's keys.
+        out: The run's folder.
+        num_threads: Cores of each party.
+    """
     return [
         SimulatedSite(
             plan=plan,
