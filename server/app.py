@@ -224,11 +224,11 @@ class _Run:
     def listen(self) -> None:
         """Take every answer that is there."""
         for reply in self._grid.pull_messages({*self.greetings, *self.releases, *self.verdicts}):
-            asked = reply.metadata.reply_to_message_id
-            self.verdicts.discard(asked)
-            if (node := self.greetings.pop(asked, None)) is not None:
+            request = reply.metadata.reply_to_message_id
+            self.verdicts.discard(request)
+            if (node := self.greetings.pop(request, None)) is not None:
                 self._greeted(node, reply)
-            elif (node := self.releases.pop(asked, None)) is not None:
+            elif (node := self.releases.pop(request, None)) is not None:
                 self._replied(node, reply)
 
     def has_heard(self, num_nodes: int | None) -> bool:

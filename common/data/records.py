@@ -62,7 +62,15 @@ class Records:
 def read_records(
     path: str | Path, *, text: str, label: str, labels: Mapping[str, str], user: str | None = None
 ) -> Records:
-    """Read labelled texts; see `read_with_report`, of which this is the first half."""
+    """Read labelled texts; see `read_with_report`, of which this is the first half.
+
+    Args:
+        path: A file or folder.
+        text: Column with the text.
+        label: Column with the class.
+        labels: Declared label → description.
+        user: Column that tells whose record it is, or None.
+    """
     return read_with_report(path, text=text, label=label, labels=labels, user=user)[0]
 
 
@@ -118,7 +126,12 @@ class _Kept:
         self.rows: list[tuple[str, int, str]] = []
 
     def take(self, record: tuple[str, int, str] | str, place: str) -> None:
-        """Keep a record as far as the bounds allow, or count the reason why it is none."""
+        """Keep a record as far as the bounds allow, or count the reason why it is none.
+
+        Args:
+            record: Text, class and user, or the reason why it cannot be used.
+            place: Where it stands, for its owner.
+        """
         if isinstance(record, str):
             self.tally.drop(record, place)
             return
@@ -142,6 +155,10 @@ class _Kept:
 
 def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
     """Read texts without labels: the lines of a `.txt` file, or a column of what `read_records` takes.
+
+    Args:
+        path: A file or folder.
+        text: Column with the text; a `.txt` file has none.
 
     Raises:
         DpmergeError: DPM-203 if the file cannot be read, or its schema lacks the column.

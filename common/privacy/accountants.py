@@ -49,6 +49,13 @@ def pld_epsilon(queries: Queries, composed_for: float, delta: float, pessimistic
 
     Remembered by its numbers, whoever has them: of two hundred parties many have the same, whatever else differs, and
     every one is checked several times.
+
+    Args:
+        queries: What is answered.
+        composed_for: δ at which the composition is most accurate.
+        delta: δ.
+        pessimistic: Whether ε is a bound from above, or from below.
+        coarseness: Width of a cell, in those of the claim.
     """
     return _composed(queries, composed_for, pessimistic, coarseness).epsilon(delta)
 
@@ -96,7 +103,12 @@ def may_be_hopeless(queries: Queries) -> bool:
 
 @lru_cache(maxsize=1024)
 def rdp_epsilon(queries: Queries, delta: float) -> float:
-    """Return ε at δ by Rényi divergence at integer orders."""
+    """Return ε at δ by Rényi divergence at integer orders.
+
+    Args:
+        queries: What is answered.
+        delta: δ.
+    """
     accountant = RdpAccountant(orders=_RDP_ORDERS)
     for sigma, q, count in queries:
         accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), count)

@@ -53,6 +53,10 @@ class Accounting:
 def epsilon_pld(mechanism: Mechanism, *, pessimistic: bool = True) -> float:
     """Return ε of the whole training at its δ, as claimed (pessimistic) or as a bracket's lower end.
 
+    Args:
+        mechanism: The training.
+        pessimistic: False gives a lower end of the bracket in place of the claim.
+
     Raises:
         DpmergeError: DPM-501 where the number could not be trusted: δ < 1e-12, ε > 100, or δ eaten up by the sampler.
     """
@@ -159,7 +163,13 @@ def _sampler_delta(mechanisms: Sequence[Mechanism], epsilon: float) -> float:
 
 
 def delta_left(mechanisms: Sequence[Mechanism], delta: float, epsilon: float) -> float:
-    """Return what remains of δ for the ideal mechanisms at this ε, after the samplers' share."""
+    """Return what remains of δ for the ideal mechanisms at this ε, after the samplers' share.
+
+    Args:
+        mechanisms: The trainings.
+        delta: δ of all together.
+        epsilon: ε at which the samplers are charged.
+    """
     charge = _sampler_delta(mechanisms, epsilon)
     refuse_unless(delta >= MIN_DELTA, f"delta = {delta:g} is too small to account", f"choose at least {MIN_DELTA:g}")
     left = delta - charge

@@ -31,5 +31,10 @@ def default_delta(population: int) -> float:
 
 
 def is_large(delta: float, population: int) -> bool:
-    """Tell whether a mechanism that publishes one record in the clear could meet this δ."""
+    """Tell whether a mechanism that publishes one record in the clear could meet this δ.
+
+    Args:
+        delta: δ.
+        population: Declared number of units.
+    """
     return delta * population >= 1

@@ -39,7 +39,12 @@ def read_json_array(path: Path) -> Table:
 
 
 def read_json_columns(path: Path, wanted: Iterable[str]) -> Table:
-    """Read an object of columns, each an object of cells by the key of their row."""
+    """Read an object of columns, each an object of cells by the key of their row.
+
+    Args:
+        path: The file.
+        wanted: Names of the columns to read.
+    """
     return Table(_joined(path, tuple(wanted)), None)
 
 

@@ -51,7 +51,12 @@ class Composed:
         return self.error * math.exp(min(self.log_mass - self.tilt * epsilon + log_weight(self.tilt), _LOG_HUGE))
 
     def delta(self, epsilon: float, *, pessimistic: bool) -> float:
-        """Return δ at ε with every error added (pessimistic) or taken off."""
+        """Return δ at ε with every error added (pessimistic) or taken off.
+
+        Args:
+            epsilon: ε.
+            pessimistic: Whether errors are added or taken off.
+        """
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         sign = 1 if pessimistic else -1
         lost = self._masses[start:] * -np.expm1(epsilon - self.losses[start:])
