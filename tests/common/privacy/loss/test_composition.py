@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from dpmerge.common.errors import DpmergeError
+from dpmerge.common.privacy.accountants import pld_epsilon
 from dpmerge.common.privacy.accounting import epsilon_pld
 from dpmerge.common.privacy.loss import composition, loss_distribution
 from dpmerge.common.privacy.loss.composition import Query, compose
@@ -75,6 +76,13 @@ def test_the_charged_error_covers_what_the_transform_did():
     exact = binom.pmf(np.rint(composed.losses / 1e-2), count, heavier)
     error = float(np.sum(np.abs(composed.tilted - exact)))
     assert 0 < error < composed.error < 1e-9
+
+
+@pytest.mark.parametrize(("sigma", "coarseness", "epsilon"), [(0.8, 10, 0.6208), (0.7, 1, 1.2937)])
+def test_the_window_of_rarely_sampled_queries_stays_small(sigma, coarseness, epsilon):
+    """The tilt between two valleys once gave the direction "added" a window of 5·10⁷ cells, and a refusal."""
+    found = pld_epsilon(((sigma, 512e-6, 10_000),), 1e-7, 1e-7, True, coarseness)
+    assert found == pytest.approx(epsilon, abs=0.004)  # σ = 0.8: with cells a tenth as wide
 
 
 def test_an_error_that_is_not_small_against_delta_is_refused(monkeypatch):
