@@ -30,7 +30,7 @@ def mechanism(
     """Play the membership game against the real sampler, clipping and noise; exit code 1 if ε is exceeded."""
     from dpmerge.client.audit.membership_game import NUM_CANARIES
     from dpmerge.client.audit.membership_game import audit_mechanism as audit
-    from dpmerge.common.privacy.accounting import calibrate
+    from dpmerge.common.privacy.calibration import calibrate
 
     mechanism = calibrate(
         target_epsilon=epsilon,

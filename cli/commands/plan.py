@@ -157,8 +157,8 @@ def reasons(item: Forecast) -> Iterator[str]:
         f"the plan's k = {planned.k} with C = {planned.l2_clip_norm:g} keeps {planned.kept:.2f}."
     )
     yield (
-        f"C = {chosen.l2_clip_norm:g}: {1 - sizing.CLIP_QUANTILE:.0%} of the public gradients are longer in these "
-        f"directions, so that hardly any is drowned by noise that is made for longer ones."
+        f"C = {chosen.l2_clip_norm:g}: {1 - sizing.PROPOSED_CLIP_QUANTILE:.0%} of the public gradients are longer in "
+        f"these directions, so that hardly any is drowned by noise that is made for longer ones."
     )
     if item.learning_rate is not None:
         yield (

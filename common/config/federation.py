@@ -51,7 +51,7 @@ from dpmerge.common.config.subspace import RANDOM, SubspaceSettings
 from dpmerge.common.data.data_path import data_path
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import open_regular
-from dpmerge.common.privacy.large_delta import default_delta, is_large
+from dpmerge.common.privacy.bounds import default_delta, is_large
 
 __all__ = [
     "BaseSettings",

@@ -36,7 +36,7 @@ from dpmerge.common.config.rules import (
 from dpmerge.common.config.subspace import SUBSPACE_OR_FALSE, SubspaceSettings
 from dpmerge.common.data.tabular.rows import MAX_RECORDS_PER_USER, MOST_RECORDS_PER_USER
 from dpmerge.common.errors import closest
-from dpmerge.common.privacy.large_delta import MIN_DELTA
+from dpmerge.common.privacy.bounds import MIN_DELTA
 from dpmerge.common.privacy.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]

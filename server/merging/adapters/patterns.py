@@ -51,12 +51,12 @@ class _Text:
     Attributes:
         signs: Its characters.
         free: Places where any character fits.
-        whole: Whether it must be the whole name.
+        is_whole_name: Whether it must be the whole name, not a tail of it.
     """
 
     signs: str
     free: tuple[int, ...]
-    whole: bool
+    is_whole_name: bool
 
     @property
     def form(self) -> tuple[int, tuple[int, ...]]:
@@ -85,7 +85,7 @@ class _Tails:
             for tail, name in self._by_length[len(text.signs)]:
                 table[_blanked(tail, text.free)].append(name)
         found = self._tables[text.form].get(text.signs, [])
-        return [name for name in found if len(name) == len(text.signs)] if text.whole else found
+        return [name for name in found if len(name) == len(text.signs)] if text.is_whole_name else found
 
 
 def _fixed(pattern: str) -> _Text | None:
@@ -197,12 +197,12 @@ def _compiled(pattern: str) -> Any:
         raise PatternRefused(f"{pattern!r} has {found[0]!r}, which is none of the forms that are taken")
     options = re2.Options()
     options.max_mem, options.log_errors, options.never_capture = MAX_MEMORY, False, True
-    whole = rf"(.*\.)?({pattern})$"
+    in_full = rf"(.*\.)?({pattern})$"
     try:
-        compiled = re2.compile(whole, options)
+        compiled = re2.compile(in_full, options)
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # of sets inside sets, which Python may read anew one day
-            re.compile(whole)
+            re.compile(in_full)
     except re2.error as error:
         why = error.args[0].decode(errors="replace").partition(":")[0]
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
