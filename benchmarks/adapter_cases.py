@@ -26,8 +26,9 @@ from transformers.pytorch_utils import Conv1D
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import write_release
-from dpmerge.server.merging.gate.gate import inspect
+from dpmerge.server.merging.gate.gate import inspect_adapters
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 TOLERANCE = 1e-6
 UNMADE = (ValueError, TypeError, RuntimeError, KeyError, NotImplementedError, AttributeError, ImportError)
@@ -185,13 +186,13 @@ def try_case(case: Case, scratch: Path) -> Result | None:
         return None
     try:
         base = str(saved_base(case, scratch / "base")) if case.at_hand else ""
-        gate = inspect([(None, scratch / party) for party in parties], strict=False, base=base)
+        gate = inspect_adapters([(None, scratch / party) for party in parties], strict=False, base=base)
         if gate.refusals:
             said = str(gate.refusals[0])
             return Result(case, None, said, case.plain or not said.startswith(("DPM-402: shop", "DPM-401: shop")))
         weights = dict(zip(parties, WEIGHTS, strict=True))
         options: dict[str, Any] = {"coefficient": 0.8} if case.method == "task-arithmetic" else {}
-        merged = merge(gate.adapters, method=case.method, weights=weights, strict=False, **options)
+        merged = merge(gate.adapters, spec_of(case.method, weights=weights, strict=False, **options))
         write_release(scratch / "merged", as_release(merged, gate.adapters))
     except DpmergeError as refusal:
         return Result(case, None, str(refusal), True)

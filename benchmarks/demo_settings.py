@@ -27,6 +27,7 @@ from dpmerge.common.release.format import to_files, write_files
 from dpmerge.server.evaluation.evaluate import PublicTask, evaluate
 from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 PARTIES = ("sms", "bbc", "mail")
 DEMO = {
@@ -76,7 +77,7 @@ def measure(settings: dict[str, object]) -> dict[str, float]:
             adapters.append(adapter_from_files(files, party))
         accuracy: dict[str, float] = {}
         for method in ("average", "geometry"):
-            merged = merge(adapters, method=method)
+            merged = merge(adapters, spec_of(method))
             write_files(folder / method, to_files(as_release(merged, adapters)))
             accuracy |= mean_accuracies(folder, method, adapters)
     return accuracy | {"seconds": time.process_time() - started}

@@ -2,7 +2,7 @@
 
     python benchmarks/hostile.py [--quick] [--format json] [--mutations N]
 
-A good release of the demo's form (one that `expectation_of` accepts, labels and training settings included) is broken
+A good release of the demo's form (one that `release_spec_of` accepts, labels and training settings included) is broken
 at random, its manifest signed again in nine of ten cases, as its party could, and received by a real reception. What
 is accepted may have other weights, another card, and other words where a party chooses them (`FREE`); whatever else
 differs, in content or in form, is an unexpected acceptance. Whatever raises other than a refusal with a reason is a
@@ -47,11 +47,11 @@ from dpmerge.common.release.signing import SigningKey, seal
 from dpmerge.common.statement.statement import build_statement
 from dpmerge.common.untrusted.kinds import same
 from dpmerge.common.untrusted.parsing import ReleaseRefused
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation, validate
+from dpmerge.server.intake.validation import ReleaseSpec, validate
 
 FEDERATION, HEAD = "hostile-5f0c", "ab" * 32
 TEXT = """
@@ -90,16 +90,16 @@ Files = dict[str, bytes]
 PEFT_DEFAULTS = LoraConfig().to_dict()
 
 
-def production() -> tuple[Files, Expectation]:
+def production() -> tuple[Files, ReleaseSpec]:
     """Return a release as a party of the demo's form writes it, and what its server expects."""
     plan: PartyPlan = party_plan(parse_federation(TEXT, "hostile.toml"), "shop")
-    expectation = expectation_of(load_base(plan.base.model), [plan])
+    release_spec = release_spec_of(load_base(plan.base.model), [plan])
     generator = torch.Generator().manual_seed(0)
     adapter = {
-        name: expectation.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)
-        for name, shape in expectation.shapes.items()
+        name: release_spec.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)
+        for name, shape in release_spec.shapes.items()
     }
-    num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - expectation.shared_a.keys())
+    num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - release_spec.shared_a.keys())
     mechanism = make_mechanism(plan, num_coordinates)
     statement = build_statement(
         mechanism,
@@ -107,14 +107,14 @@ def production() -> tuple[Files, Expectation]:
         party="shop",
         task=task_name(plan),
         labels=tuple(label_descriptions(plan.source)),
-        base_sha256=expectation.base_sha256,
+        base_sha256=release_spec.base_sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
         noise_seed=noise_origin(plan),
     )
-    heads = {"shop": expectation.parties["shop"].head}
-    release = Release("shop", adapter, dict(expectation.adapter_config), heads, statement)
-    return sign_release(to_files(release), federation=FEDERATION, ledger_head=HEAD, key=KEY), expectation
+    heads = {"shop": release_spec.parties["shop"].head}
+    release = Release("shop", adapter, dict(release_spec.adapter_config), heads, statement)
+    return sign_release(to_files(release), federation=FEDERATION, ledger_head=HEAD, key=KEY), release_spec
 
 
 def sign_again(files: Files) -> Files:
@@ -179,11 +179,11 @@ def places(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
             yield from places(item)
 
 
-def mutate(num_mutations: int, expectation: Expectation) -> dict[str, float]:
+def mutate(num_mutations: int, release_spec: ReleaseSpec) -> dict[str, float]:
     """Try mutated releases on a reception that has accepted nothing; only the good one may be accepted."""
     source, seen, unexpected, crashes = random.Random(1), Counter[str](), 0, 0
     keys = KeyList({"shop": (KEY.public,), "server": (SERVER_KEY.public,)})
-    validate("shop", GOOD, expectation)  # what is set up once is not growth
+    validate("shop", GOOD, release_spec)  # what is set up once is not growth
     before = peak_rss_mib()
     for _ in range(num_mutations):
         files = broken(source)
@@ -191,7 +191,7 @@ def mutate(num_mutations: int, expectation: Expectation) -> dict[str, float]:
             files = sign_again(files)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                open_reception(Path(folder), expectation, keys).receive("shop", files, datetime.now(UTC))
+                open_reception(Path(folder), release_spec, keys).receive("shop", files, datetime.now(UTC))
             except ReleaseRefused as refusal:
                 seen[refusal.reason] += 1
                 continue
@@ -213,10 +213,10 @@ def mutate(num_mutations: int, expectation: Expectation) -> dict[str, float]:
     }
 
 
-def open_reception(folder: Path, expectation: Expectation, keys: KeyList) -> Reception:
+def open_reception(folder: Path, release_spec: ReleaseSpec, keys: KeyList) -> Reception:
     spool, receipts = Spool(folder / "spool"), Receipts(folder / "receipts")
     return Reception(
-        federation=FEDERATION, expectation=expectation, keys=keys, key=SERVER_KEY, spool=spool, receipts=receipts
+        federation=FEDERATION, release_spec=release_spec, keys=keys, key=SERVER_KEY, spool=spool, receipts=receipts
     )
 
 

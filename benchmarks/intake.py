@@ -33,18 +33,18 @@ from dpmerge.common.release.format import Release, release_files, to_files, writ
 from dpmerge.common.release.key_list import KeyList
 from dpmerge.common.release.receipt import parse_receipt
 from dpmerge.common.release.signing import SigningKey
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation
+from dpmerge.server.intake.validation import ReleaseSpec
 
 NUM_RELEASES = 200
 FEDERATION = "benchmark-5f0c"
 SHARED = '[base]\nmodel = "minilm-l6"\n[lora]\nlayers = "last:2"\nrank = 8\n[merge]\nmethod = "average"\n'
 
 
-def federation(num_mechanisms: int) -> tuple[list[PartyPlan], Expectation]:
+def federation(num_mechanisms: int) -> tuple[list[PartyPlan], ReleaseSpec]:
     """Return the parties' plans, which state so many different epsilons, and what the server expects of them."""
     parties = [
         f'[[party]]\nname = "p{i:03}"\ntask = "product"\nepsilon = {1 + 7 * (i % num_mechanisms) / num_mechanisms}\n'
@@ -52,10 +52,10 @@ def federation(num_mechanisms: int) -> tuple[list[PartyPlan], Expectation]:
     ]
     parsed = parse_federation(SHARED + "".join(parties), "benchmark.toml")
     plans = [party_plan(parsed, party.name) for party in parsed.parties]
-    return plans, expectation_of(load_base("minilm-l6"), plans)
+    return plans, release_spec_of(load_base("minilm-l6"), plans)
 
 
-def make_release(plan: PartyPlan, expectation: Expectation, key: SigningKey) -> dict[str, bytes]:
+def make_release(plan: PartyPlan, release_spec: ReleaseSpec, key: SigningKey) -> dict[str, bytes]:
     """Return a signed release that says what was agreed; its weights are random, which intake cannot tell."""
     from dpmerge.client.party.calibration import make_mechanism  # here: a server imports nothing of a client
     from dpmerge.client.party.signed_release import sign_release
@@ -64,10 +64,10 @@ def make_release(plan: PartyPlan, expectation: Expectation, key: SigningKey) -> 
 
     generator = torch.Generator().manual_seed(int(plan.party[1:]))
     adapter = {
-        name: expectation.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)
-        for name, shape in expectation.shapes.items()
+        name: release_spec.shared_a.get(name, torch.randn(shape, generator=generator) * 1e-3)
+        for name, shape in release_spec.shapes.items()
     }
-    num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - expectation.shared_a.keys())
+    num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - release_spec.shared_a.keys())
     mechanism = make_mechanism(plan, num_coordinates)
     told = build_statement(
         mechanism,
@@ -75,14 +75,14 @@ def make_release(plan: PartyPlan, expectation: Expectation, key: SigningKey) -> 
         party=plan.party,
         task=task_name(plan),
         labels=tuple(label_descriptions(plan.source)),
-        base_sha256=expectation.base_sha256,
+        base_sha256=release_spec.base_sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
         noise_seed=noise_origin(plan),
         subspace=None,
     )
-    heads = {plan.party: expectation.parties[plan.party].head}
-    release = Release(plan.party, adapter, dict(expectation.adapter_config), heads, told)
+    heads = {plan.party: release_spec.parties[plan.party].head}
+    release = Release(plan.party, adapter, dict(release_spec.adapter_config), heads, told)
     return sign_release(to_files(release), federation=FEDERATION, ledger_head="ab" * 32, key=key)
 
 
@@ -99,8 +99,8 @@ def main() -> None:
         sent = {place.name: place for place in sorted(Path(folder, "sent").iterdir())}
         size = sum(map(len, release_files(sent["p000"]).values()))
         print(f"{len(sent)} releases of {size} bytes", file=sys.stderr)
-        _, expectation = federation(num_mechanisms)
-        figures = measure(Path(folder), sent, expectation, KeyList({party: (key_of(party).public,) for party in sent}))
+        _, release_spec = federation(num_mechanisms)
+        figures = measure(Path(folder), sent, release_spec, KeyList({party: (key_of(party).public,) for party in sent}))
     environment = {"python": platform.python_version(), "torch": version("torch"), "machine": platform.machine()}
     if arguments.format == "json":
         print(json.dumps({"benchmark": "intake", "figures": figures, "environment": environment}))
@@ -111,9 +111,9 @@ def main() -> None:
 def send(folder: Path, num_mechanisms: int) -> None:
     """Write every party's release into a folder of its own."""
     torch.set_num_threads(1)
-    plans, expectation = federation(num_mechanisms)
+    plans, release_spec = federation(num_mechanisms)
     for plan in plans:
-        write_files(folder / plan.party, make_release(plan, expectation, key_of(plan.party)))
+        write_files(folder / plan.party, make_release(plan, release_spec, key_of(plan.party)))
 
 
 def key_of(party: str) -> SigningKey:
@@ -121,14 +121,14 @@ def key_of(party: str) -> SigningKey:
     return SigningKey(bytes([*int(party[1:]).to_bytes(2, "big"), *bytes(30)]))
 
 
-def measure(folder: Path, sent: dict[str, Path], expectation: Expectation, keys: KeyList) -> dict[str, float]:
+def measure(folder: Path, sent: dict[str, Path], release_spec: ReleaseSpec, keys: KeyList) -> dict[str, float]:
     """Receive every release once, timed, and again from a second opening of the same folders, compared."""
 
     def opened() -> Reception:
         spool, receipts = Spool(folder / "spool"), Receipts(folder / "receipts")
         server = SigningKey(bytes([255]) * 32)
         return Reception(
-            federation=FEDERATION, expectation=expectation, keys=keys, key=server, spool=spool, receipts=receipts
+            federation=FEDERATION, release_spec=release_spec, keys=keys, key=server, spool=spool, receipts=receipts
         )
 
     reception, before = opened(), peak_rss_mib()

@@ -43,6 +43,7 @@ from torch import nn
 
 from dpmerge.server.merging.adapters.deltas import read_adapter
 from dpmerge.server.merging.merge import merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 RANK = 16
 LINEAR = ("average", "concat")
@@ -119,7 +120,7 @@ def make_adapters(root: Path, divisor: int, count: int) -> None:
 
 def run_ours(folders: Sequence[Path], method: str) -> int:
     options = {"method": method} | OURS[method]
-    merged = merge([read_adapter(folder) for folder in folders], **options)
+    merged = merge([read_adapter(folder) for folder in folders], spec_of(**options))
     return sum(4 * (item.a.numel() + item.b.numel()) for item in merged.modules.values())
 
 

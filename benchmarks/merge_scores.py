@@ -18,7 +18,8 @@ import numpy as np
 from merged_accuracy import Answers, Examiner
 
 import dpmerge.server.merging.merge as merging
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
+from dpmerge.server.merging.spec.spec import spec_of
 
 BASE_MODEL = "base"  # in place of a hash of weights
 
@@ -62,13 +63,13 @@ class Candidate:
             label: JSON values that tell a reader of the file what a line is about.
         """
         self._adapters, self._options, self.label = adapters, options, label
-        self._modules: dict[str, Factors] | None = None
+        self._modules: dict[str, LowRankDelta] | None = None
 
     @property
-    def modules(self) -> Mapping[str, Factors]:
+    def modules(self) -> Mapping[str, LowRankDelta]:
         """The merged factors."""
         if self._modules is None:
-            self._modules = dict(merging.merge(self._adapters, **self._options).modules)
+            self._modules = dict(merging.merge(self._adapters, spec_of(**self._options)).modules)
         return self._modules
 
     def sha256(self, book: ScoreBook) -> str:
@@ -116,7 +117,7 @@ class Scorer:
     def _answers(
         self,
         weights: str,
-        modules: Callable[[], Mapping[str, Factors]],
+        modules: Callable[[], Mapping[str, LowRankDelta]],
         tasks: Sequence[str],
         part: str,
         multiplier: float,
@@ -152,7 +153,7 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def weights_hash(modules: Mapping[str, Factors]) -> str:
+def weights_hash(modules: Mapping[str, LowRankDelta]) -> str:
     """Return the SHA-256 of factors, bytes and names."""
     digest = hashlib.sha256()
     for name, factors in sorted(modules.items()):

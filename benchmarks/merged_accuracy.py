@@ -23,7 +23,7 @@ from dpmerge.common.encoder.base_model import adapted_layers, load_base
 from dpmerge.common.encoder.heads import label_text_head, logits
 from dpmerge.common.encoder.split_encoder import SplitEncoder, pool
 from dpmerge.common.release.format import Head
-from dpmerge.server.merging.adapters.deltas import Factors
+from dpmerge.server.merging.adapters.deltas import LowRankDelta
 
 BATCH = 64  # of 16 to 128, the fastest on a small CPU
 PARTS = ("validation", "test")
@@ -80,7 +80,7 @@ class Examiner:
         return len(self._parts[task, part].labels)
 
     @torch.no_grad()
-    def answers(self, task: str, part: str, modules: Mapping[str, Factors], multiplier: float = 1.0) -> Answers:
+    def answers(self, task: str, part: str, modules: Mapping[str, LowRankDelta], multiplier: float = 1.0) -> Answers:
         """Tell which records the base model with `multiplier` · τ added answers rightly.
 
         Args:
@@ -111,7 +111,7 @@ def halves(records: Records, num_validation: int, num_test: int) -> dict[str, Re
 
 
 @contextmanager
-def changed(encoder: nn.Module, modules: Mapping[str, Factors], multiplier: float) -> Iterator[None]:
+def changed(encoder: nn.Module, modules: Mapping[str, LowRankDelta], multiplier: float) -> Iterator[None]:
     """Exchange weights W for W + multiplier · τ, and put the very same tensors back at the end."""
     linears = {name: encoder.get_submodule(name) for name in modules}
     kept = {name: linear.weight.data for name, linear in linears.items()}

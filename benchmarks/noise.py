@@ -29,7 +29,8 @@ from transformers import BertConfig, BertModel
 from dpmerge.client.gradients.per_example import PerExampleGradients
 from dpmerge.client.privacy.noise import FastNoise, SecureNoise
 from dpmerge.client.privacy.privatiser import Privatiser
-from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
+from dpmerge.common.privacy.accounting import epsilon_pld
+from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism
 
 NUM_RECORDS, NUM_TOKENS, WIDTH = 128, 32, 384

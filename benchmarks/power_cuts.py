@@ -29,7 +29,7 @@ from dpmerge.server.intake import reception as reception_module
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation
+from dpmerge.server.intake.validation import ReleaseSpec
 
 FEDERATION, PARTY = "power-cuts-1", "shop"
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
@@ -187,7 +187,7 @@ def reception_at(place: Path) -> Reception:
     parties: Any = {PARTY: None}
     return Reception(
         federation=FEDERATION,
-        expectation=Expectation(parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}),
+        release_spec=ReleaseSpec(parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}),
         keys=KeyList({PARTY: (PARTY_KEY.public,)}),
         key=SERVER_KEY,
         spool=Spool(place / "server" / "spool"),

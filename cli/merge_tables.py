@@ -11,7 +11,8 @@ from dpmerge.server.evaluation.coefficient import Validation
 from dpmerge.server.evaluation.explain import Explanation
 from dpmerge.server.evaluation.picture import noise_share_words
 from dpmerge.server.merging.gate.gate import Entry
-from dpmerge.server.merging.registry import METHODS, REQUIRED
+from dpmerge.server.merging.methods.recipe import REQUIRED
+from dpmerge.server.merging.registry import METHODS
 from dpmerge.simulations.reporting.words import MISSING, percent, points
 
 SHOWN_HASH = 8  # characters, enough to compare by eye

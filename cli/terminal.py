@@ -33,7 +33,13 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def answer(output: Format, facts: dict[str, Any], words: str) -> None:
-    """Print a command's result: the facts in an envelope of schema 1, or a sentence."""
+    """Print a command's result: the facts in an envelope of schema 1, or a sentence.
+
+    Args:
+        output: What stdout gets.
+        facts: The result, for JSON.
+        words: The result, for people.
+    """
     if output is Format.json:
         print_json({"schema": 1} | facts)
     else:

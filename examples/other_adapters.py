@@ -22,7 +22,8 @@ from dpmerge.common.data.tasks import TASKS, load_task
 from dpmerge.common.encoder.base_model import Base, load_base
 from dpmerge.common.encoder.heads import label_text_head, logits
 from dpmerge.common.encoder.split_encoder import pad, pool, tokenize
-from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
+from dpmerge.common.privacy.accounting import epsilon_pld
+from dpmerge.common.privacy.calibration import calibrate
 
 TASK, MODEL, NUM_TOKENS = "product", "minilm-l3", 16
 

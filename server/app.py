@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -133,7 +133,7 @@ class Slots:
         self.again[node] = time.monotonic() + CALL_AGAIN_SECONDS
         party = check_hello(signed, call, self.reception.keys, datetime.now(UTC))
         present = {slot.party for slot in self.taken.values()}
-        if party not in self.reception.expectation.parties or party in present:
+        if party not in self.reception.release_spec.parties or party in present:
             raise ReleaseRefused("unknown-party", f"{party} is not missing", "one node of a party is enough")
         self.taken[node] = Slot(party, call)
         return self.taken[node]
@@ -172,19 +172,7 @@ def server_app(
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
         run = _Run(grid, terms, reception, collection, on_reply)
-        patience_ends = float("inf")
-        while time.monotonic() < patience_ends and not stop.is_set():
-            over = not begun_late and reception.is_over(datetime.now(UTC))
-            if not over and len(run.slots.taken) < num_parties:
-                run.call()
-            run.listen()
-            missing = bool(run.releases) or (len(run.slots.taken) < num_parties and not run.has_heard(num_nodes))
-            collection.late = over and missing
-            if over or not missing:
-                if not run.verdicts:
-                    break
-                patience_ends = min(patience_ends, time.monotonic() + VERDICT_SECONDS)
-            stop.wait(POLL_SECONDS)
+        run.wait(num_parties=num_parties, num_nodes=num_nodes, stop=stop, begun_late=begun_late)
         if collection.late:
             on_late()
 
@@ -209,6 +197,25 @@ class _Run:
         self.releases: dict[str, int] = {}
         self.verdicts: set[str] = set()  # whose being taken is waited for, but not for ever
 
+    def wait(self, *, num_parties: int, num_nodes: int | None, stop: threading.Event, begun_late: bool) -> None:
+        """Call, listen and judge until all have replied, the deadline passes, or the app is to stop.
+
+        Verdicts that are on their way are then waited for, but not for ever.
+        """
+        patience_ends = float("inf")
+        while time.monotonic() < patience_ends and not stop.is_set():
+            over = not begun_late and self._reception.is_over(datetime.now(UTC))
+            if not over and len(self.slots.taken) < num_parties:
+                self.call()
+            self.listen()
+            missing = bool(self.releases) or (len(self.slots.taken) < num_parties and not self.has_heard(num_nodes))
+            self._collection.late = over and missing
+            if over or not missing:
+                if not self.verdicts:
+                    break
+                patience_ends = min(patience_ends, time.monotonic() + VERDICT_SECONDS)
+            stop.wait(POLL_SECONDS)
+
     def call(self) -> None:
         """Ask new nodes who they are."""
         for node in self.slots.to_call(self._grid.get_node_ids()):
@@ -217,11 +224,11 @@ class _Run:
     def listen(self) -> None:
         """Take every answer that is there."""
         for reply in self._grid.pull_messages({*self.greetings, *self.releases, *self.verdicts}):
-            asked = reply.metadata.reply_to_message_id
-            self.verdicts.discard(asked)
-            if (node := self.greetings.pop(asked, None)) is not None:
+            request = reply.metadata.reply_to_message_id
+            self.verdicts.discard(request)
+            if (node := self.greetings.pop(request, None)) is not None:
                 self._greeted(node, reply)
-            elif (node := self.releases.pop(asked, None)) is not None:
+            elif (node := self.releases.pop(request, None)) is not None:
                 self._replied(node, reply)
 
     def has_heard(self, num_nodes: int | None) -> bool:
@@ -252,10 +259,15 @@ class _Run:
 def judge(reply: Message, slot: Slot, reception: Reception, collection: Collection) -> Verdict | None:
     """Receive one reply's release or note why there is none; return what to tell the node, if it sent a release.
 
-    One party's bad release never touches another's: every refusal is caught here. It stands in the party's row only if
-    the party signed what was refused, for this federation.
+    One party's bad release never touches another's: every refusal is caught. It stands in the party's row only if the
+    party signed what was refused, for this federation.
+
+    Args:
+        reply: What the node sent.
+        slot: The party that the node speaks for, and the call that it answered.
+        reception: Checks and stores releases.
+        collection: Filled with the party's fate.
     """
-    party = slot.party
     if reply.has_error():  # from the node or, where that is gone, from Flower itself
         collection.note(NO_REPLY)
         return None
@@ -265,14 +277,23 @@ def judge(reply: Message, slot: Slot, reception: Reception, collection: Collecti
         collection.note(str(error))
         return None
     now = datetime.now(UTC)
-    if outcome.code:
-        try:
-            collection.refuse(party, *check_failure(outcome.signed, slot.call, party, reception.keys, now))
-        except ReleaseRefused:
-            collection.note(UNSIGNED)
-        return None
+    if not outcome.code:
+        return _receive(slot.party, outcome.files, reception, collection, now)
     try:
-        received = reception.receive(party, outcome.files, now)
+        failure = check_failure(outcome.signed, slot.call, slot.party, reception.keys, now)
+    except ReleaseRefused:
+        collection.note(UNSIGNED)
+    else:
+        collection.refuse(slot.party, *failure)
+    return None
+
+
+def _receive(
+    party: str, files: Mapping[str, bytes], reception: Reception, collection: Collection, now: datetime
+) -> Verdict:
+    """Check and store a release, and return what to tell its party."""
+    try:
+        received = reception.receive(party, files, now)
     except DpmergeError as error:
         verdict = Verdict(code=error.code, reason=f"{error.problem}; {error.fix}")
     except (OSError, MemoryError):
@@ -287,7 +308,7 @@ def judge(reply: Message, slot: Slot, reception: Reception, collection: Collecti
             collection.warned[party] = received.warning
             _log.warning("%s", received.warning)
         return Verdict(receipt=received.receipt)
-    if reception.is_signed(party, outcome.files, now):
+    if reception.is_signed(party, files, now):
         collection.refuse(party, verdict.code, verdict.reason)
     else:
         collection.note(UNSIGNED)

@@ -39,11 +39,12 @@ from dpmerge.server.evaluation.public_statistics import public_statistics
 from dpmerge.server.intake.spool import open_spool
 from dpmerge.server.merging.adapters.deltas import Adapter
 from dpmerge.server.merging.card import merge_card
-from dpmerge.server.merging.gate import gate as gates
-from dpmerge.server.merging.gate.gate import Gate
+from dpmerge.server.merging.gate.gate import Gate, inspect_adapters
 from dpmerge.server.merging.materialize import add_change, open_base, save_model
 from dpmerge.server.merging.merge import Merged, as_release, merge
+from dpmerge.server.merging.methods.parameter import COEFFICIENT
 from dpmerge.server.merging.registry import METHODS
+from dpmerge.server.merging.spec.spec import MergeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class Request:
     Attributes:
         inputs: Party name, or None for the adapter's own, and folder.
         out: Where the result goes, or None to write nothing.
-        options: Keyword arguments of `merge`, only those that were given.
+        spec: What to do with them; `statistics` and, with a validation file, the coefficient are filled in.
         materialize: Write the full model in place of an adapter.
         explained: Say what is known about the merge.
         base: Where the base model is; empty for where the adapters say.
@@ -63,7 +64,7 @@ class Request:
 
     inputs: Sequence[tuple[str | None, Path]]
     out: Path | None
-    options: dict[str, Any]
+    spec: MergeSpec
     materialize: bool
     explained: bool
     base: str
@@ -124,11 +125,15 @@ def inspect(request: Request) -> Gate:
     """
     if request.out is not None:
         _check_out(request.out, [folder for _, folder in request.inputs])
-    return gates.inspect(request.inputs, strict=request.options["strict"], base=request.base)
+    return inspect_adapters(request.inputs, strict=request.spec.strict, base=request.base)
 
 
 def run(request: Request, gate: Gate) -> Outcome:
     """Merge adapters that fit, and write the result if it has a place to go.
+
+    Args:
+        request: What was asked for.
+        gate: What `inspect` found, without refusals.
 
     Raises:
         DpmergeError: For a method, parameter, file or base model that cannot be used. Nothing is written then.
@@ -136,8 +141,10 @@ def run(request: Request, gate: Gate) -> Outcome:
     request = _with_statistics(request, gate)
     tasks = public_tasks(gate.adapters, request.validation)
     validation = _validate(request, gate, tasks)
-    chosen = {"coefficient": validation.coefficient} if validation and _chooses(request) else {}
-    merged = merge(gate.adapters, **request.options | chosen)
+    spec = request.spec
+    if validation and _chooses(spec):
+        spec = spec.with_coefficient(validation.coefficient)
+    merged = merge(gate.adapters, spec)
     gaps = _gaps(request, gate, merged, tasks) if request.explained else {}
     explanation = explain(gate.adapters, merged, gaps) if request.explained else None
     outcome = Outcome(gate=gate, merged=merged, explanation=explanation, validation=validation)
@@ -167,7 +174,7 @@ def _unwritable(out: Path, problem: OSError) -> DpmergeError:
 
 def _with_statistics(request: Request, gate: Gate) -> Request:
     """Measure what the method has to know about every party's model, if it has, on the public texts that were named."""
-    row = METHODS.get(str(request.options["method"]))
+    row = METHODS.get(request.spec.method)
     if row is None or (row.statistics is None and not request.public):
         return request  # `merge` refuses an unknown name
     if row.statistics is None:
@@ -182,25 +189,25 @@ def _with_statistics(request: Request, gate: Gate) -> Request:
     texts = {party: read_texts(path, text="text") for party, path in request.public.items()}
     base, length = _open(request, gate), max_length(gate.adapters)
     found = public_statistics(base, gate.adapters, texts, kind=row.statistics, max_length=length)
-    return replace(request, options={**request.options, "statistics": found})
+    return replace(request, spec=replace(request.spec, statistics=found))
 
 
-def _chooses(request: Request) -> bool:
+def _chooses(spec: MergeSpec) -> bool:
     """Tell whether there is a coefficient to choose: the method takes one, and none was given."""
-    row = METHODS.get(str(request.options["method"]))
-    return row is not None and "coefficient" in row.parameters and "coefficient" not in request.options
+    row = METHODS.get(spec.method)
+    return row is not None and COEFFICIENT in row.takes and spec.parameters.get(COEFFICIENT.name) is None
 
 
 def _validate(request: Request, gate: Gate, tasks: Mapping[str, PublicTask]) -> Validation | None:
     """Measure the merge on the public files that were named, and choose the coefficient there if there is one."""
     if not tasks:
         return None
-    options, coefficients = request.options, grid(len(gate.adapters))
-    if not _chooses(request):
-        coefficients = (merge(gate.adapters, **options).info["coefficient"],)
+    spec, coefficients = request.spec, grid(len(gate.adapters))
+    if not _chooses(spec):
+        coefficients = (merge(gate.adapters, spec).info["coefficient"],)
 
     def merged_at(coefficient: float) -> Merged:
-        return merge(gate.adapters, **options | ({"coefficient": coefficient} if _chooses(request) else {}))
+        return merge(gate.adapters, spec.with_coefficient(coefficient) if _chooses(spec) else spec)
 
     base, files = _open(request, gate), request.validation
     return choose_coefficient(base, _folders(gate), tasks, files, coefficients, merged_at)

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +32,15 @@ from dpmerge.common.release.format import replace_folder, to_files
 from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection
 from dpmerge.server.evaluation.evaluate import PublicTask, TaskScores, evaluate, public_test_records
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
 from dpmerge.server.merging.adapters.deltas import Adapter, adapter_from_files
 from dpmerge.server.merging.merge import Merged, as_release, merge
+from dpmerge.server.merging.spec.federation import checked, spec_of_settings
 from dpmerge.simulations.flower import PARTIES, collect
-from dpmerge.simulations.keys import Founding, found
+from dpmerge.simulations.keys import SimulatedFederation, create_federation
 from dpmerge.simulations.output_folder import RUN_FILE, Mode, check_output, locked, prepare_output
 from dpmerge.simulations.party_rows import party_rows
 from dpmerge.simulations.progress import Progress
@@ -76,12 +77,35 @@ def run(federation: Federation, out: Path, *, mode: Mode, num_cpus: int | None, 
             process is at work in the folder, or "resume" meets another configuration.
     """
     with ExitStack() as held:
-        return _run(federation, out, mode, num_cpus, progress, held)
+        return _run(_prepare(checked(federation), out, mode, held), num_cpus, progress)
 
 
-def _run(
-    federation: Federation, out: Path, mode: Mode, num_cpus: int | None, progress: Progress, held: ExitStack
-) -> Results:
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What a run is about, once everything that can be refused before it starts has been looked at.
+
+    Attributes:
+        federation: The checked configuration.
+        plans: One per party.
+        base: The frozen encoder.
+        public: Party → public test records, if it has any.
+        reception: Where releases are checked, spooled and receipted.
+        simulated: The federation's id and keys.
+        out: The run's folder.
+        seconds: Stage → time that it took; filled as the run goes on.
+    """
+
+    federation: Federation
+    plans: Sequence[PartyPlan]
+    base: Base
+    public: Mapping[str, Records | None]
+    reception: Reception
+    simulated: SimulatedFederation
+    out: Path
+    seconds: dict[str, float]
+
+
+def _prepare(federation: Federation, out: Path, mode: Mode, held: ExitStack) -> _Job:
     seconds: dict[str, float] = {}
     plans = [party_plan(federation, party.name) for party in federation.parties]
     with _timed(seconds, "prepare"):
@@ -89,29 +113,37 @@ def _run(
         check_length(base, plans[0].base.max_length)
         check_vocabulary(base)
         public = {plan.party: _public_records(plan) for plan in plans}
-        expectation = expectation_of(base, plans)
+        release_spec = release_spec_of(base, plans)
         check_output(out, mode)
         held.enter_context(locked(out))
         _open_run(out, federation, mode)
-        founding = found(out, [plan.party for plan in plans])
-    spool = Spool(out / "spool")
+        simulated = create_federation(out, [plan.party for plan in plans])
     reception = Reception(
-        federation=founding.federation,
-        expectation=expectation,
-        keys=founding.keys,
-        key=founding.server_key,
-        spool=spool,
+        federation=simulated.id,
+        release_spec=release_spec,
+        keys=simulated.keys,
+        key=simulated.server_key,
+        spool=Spool(out / "spool"),
         receipts=Receipts(out / "receipts"),
-        deadline=_deadline(founding, federation.intake),
+        deadline=_deadline(simulated, federation.intake),
         late=federation.intake.late,
         loud=federation.intake.loud,
     )
-    terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
-    asked, collection = _asked(plans, reception, out), Collection()
-    if asked:
-        with _timed(seconds, "train"):
-            collection = collect(asked, terms, reception, founding, out, num_cpus=num_cpus, progress=progress)
-    collection.late |= len(asked) < len(plans)
+    return _Job(
+        federation=federation,
+        plans=plans,
+        base=base,
+        public=public,
+        reception=reception,
+        simulated=simulated,
+        out=out,
+        seconds=seconds,
+    )
+
+
+def _run(job: _Job, num_cpus: int | None, progress: Progress) -> Results:
+    federation, plans, reception, out = job.federation, job.plans, job.reception, job.out
+    collection = _train(job, num_cpus, progress)
     files, left_out = reception.releases()  # of all that was ever accepted here, whatever came of this run's replies
     adapters = [adapter_from_files(kept, party) for party, kept in files.items()]
     merged = None
@@ -120,15 +152,15 @@ def _run(
     if not shortfall:
         for party, kept in files.items():
             replace_folder(out / "releases" / party, kept)
-        with _timed(seconds, "merge"):
+        with _timed(job.seconds, "merge"):
             merged = _merge(federation, adapters, out, progress)
-        with _timed(seconds, "evaluate"), _threads(num_cpus):
-            scores = _evaluate(base, plans, public, adapters, out, progress)
+        with _timed(job.seconds, "evaluate"), _threads(num_cpus):
+            scores = _evaluate(job.base, plans, job.public, adapters, out, progress)
     results = Results(
         config=federation.to_dict(),
         versions={name: version(name) for name in PACKAGES},
         merge=merged.info if merged else {},
-        seconds=seconds,
+        seconds=job.seconds,
         parties=party_rows(plans, adapters, collection, reception, scores, merged, left_out, out / PARTIES),
         not_merged=shortfall,
     )
@@ -137,10 +169,23 @@ def _run(
     return results
 
 
+def _train(job: _Job, num_cpus: int | None, progress: Progress) -> Collection:
+    """Let the parties train that are to, and return what the server accepted and refused."""
+    terms = Terms(terms_hash(job.plans[0], job.base.sha256), job.simulated.id)
+    starting, collection = _starting(job.plans, job.reception, job.out), Collection()
+    if starting:
+        with _timed(job.seconds, "train"):
+            collection = collect(
+                starting, terms, job.reception, job.simulated, job.out, num_cpus=num_cpus, progress=progress
+            )
+    collection.late |= len(starting) < len(job.plans)
+    return collection
+
+
 def _merge(federation: Federation, adapters: Sequence[Adapter], out: Path, progress: Progress) -> Merged:
     settings = federation.merge
     progress.stage("merge", f"merging: {settings.method}", None)
-    merged = merge(adapters, seed=federation.run.seed, **asdict(settings))  # a setting is named as the parameter is
+    merged = merge(adapters, spec_of_settings(settings, seed=federation.run.seed))
     replace_folder(out / "merged", to_files(as_release(merged, adapters)))
     progress.done("merge")
     return merged
@@ -176,12 +221,12 @@ def _evaluate(
     return scores
 
 
-def _deadline(founding: Founding, settings: IntakeSettings) -> datetime | None:
+def _deadline(simulated: SimulatedFederation, settings: IntakeSettings) -> datetime | None:
     minutes = settings.deadline_minutes
-    return founding.founded + timedelta(minutes=minutes) if minutes else None
+    return simulated.created + timedelta(minutes=minutes) if minutes else None
 
 
-def _asked(plans: Sequence[PartyPlan], reception: Reception, out: Path) -> list[PartyPlan]:
+def _starting(plans: Sequence[PartyPlan], reception: Reception, out: Path) -> list[PartyPlan]:
     """Return whom to start: once a federation takes nothing more, only who has a release, and perhaps no receipt.
 
     Others would spend their budget on a release that is refused.

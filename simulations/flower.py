@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import ServerApp
 from flwr.simulation import run_simulation
 
 from dpmerge.client.app import Participant, participant_app
@@ -27,7 +29,7 @@ from dpmerge.common.release.signing import PublicKey
 from dpmerge.common.release.wire import Terms
 from dpmerge.server.app import Collection, server_app
 from dpmerge.server.intake.reception import Reception
-from dpmerge.simulations.keys import Founding
+from dpmerge.simulations.keys import SimulatedFederation
 from dpmerge.simulations.local_ray import local_ray
 from dpmerge.simulations.progress import Progress
 
@@ -42,7 +44,7 @@ def collect(
     plans: Sequence[PartyPlan],
     terms: Terms,
     reception: Reception,
-    founding: Founding,
+    simulated: SimulatedFederation,
     out: Path,
     *,
     num_cpus: int | None,
@@ -54,15 +56,14 @@ def collect(
         plans: One per party; node i of the federation is party i.
         terms: What all share, sent down.
         reception: Where releases are checked, spooled and receipted.
-        founding: The federation's keys.
+        simulated: The federation's keys.
         out: The run's folder; each party gets `parties/NAME` below it, and Flower's and Ray's own messages go to
             `log.txt`.
         num_cpus: Cores to share among the parties; None for all.
         progress: Shows each party's stage.
     """
     cores = num_cpus or os.cpu_count() or 1
-    num_at_once = min(cores, len(plans))
-    sites = sites_of(plans, founding, out, num_threads=cores // num_at_once)
+    sites = sites_of(plans, simulated, out, num_threads=_cores_of_each(cores, len(plans)))
     collection, stop = Collection(), threading.Event()
     with _quiet(out / "log.txt"), _watched(sites, progress), tempfile.TemporaryDirectory() as folder:
         over = Path(folder, "over")
@@ -76,18 +77,30 @@ def collect(
             on_late=over.touch,
             num_nodes=len(plans),
         )
-        try:
-            with local_ray(cores):
-                run_simulation(
-                    server_app=app,
-                    client_app=participant_app(_site_finder(sites, over)),
-                    num_supernodes=len(plans),
-                    backend_name="ray",
-                    backend_config={"client_resources": {"num_cpus": cores // num_at_once, "num_gpus": 0.0}},
-                )
-        finally:
-            stop.set()
+        _simulate(app, participant_app(_site_finder(sites, over)), len(plans), cores, stop)
     return collection
+
+
+def _simulate(server: ServerApp, client: ClientApp, num_nodes: int, cores: int, stop: threading.Event) -> None:
+    """Let Flower run both apps in Ray; the server's, which has a thread of its own, stops however that ends."""
+    try:
+        with local_ray(cores):
+            run_simulation(
+                server_app=server,
+                client_app=client,
+                num_supernodes=num_nodes,
+                backend_name="ray",
+                backend_config={
+                    "client_resources": {"num_cpus": _cores_of_each(cores, num_nodes), "num_gpus": 0.0},
+                },
+            )
+    finally:
+        stop.set()
+
+
+def _cores_of_each(cores: int, num_parties: int) -> int:
+    """Return how many cores a party gets, of which all train at once if there is a core for each."""
+    return cores // min(cores, num_parties)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +117,25 @@ class SimulatedSite(Participant):
         return self.server_keys
 
 
-def sites_of(plans: Sequence[PartyPlan], founding: Founding, out: Path, *, num_threads: int) -> list[SimulatedSite]:
-    """Return what each party has at its own place, which in a simulation lies below the run's folder."""
+def sites_of(
+    plans: Sequence[PartyPlan], simulated: SimulatedFederation, out: Path, *, num_threads: int
+) -> list[SimulatedSite]:
+    """Return what each party has at its own place, which in a simulation lies below the run's folder.
+
+    Args:
+        plans: One per party.
+        simulated: The federation's keys.
+        out: The run's folder.
+        num_threads: Cores of each party.
+    """
     return [
         SimulatedSite(
             plan=plan,
             folder=(out / PARTIES / plan.party).resolve(),
             num_threads=num_threads,
-            federation=founding.federation,
-            key_file=founding.key_file(plan.party),
-            server_keys=(founding.server_key.public,),
+            federation=simulated.id,
+            key_file=simulated.key_file(plan.party),
+            server_keys=(simulated.server_key.public,),
         )
         for plan in plans
     ]

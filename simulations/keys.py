@@ -26,20 +26,20 @@ KEY_LIST = "keys.toml"
 
 
 @dataclass(frozen=True)
-class Founding:
-    """What a federation is founded with.
+class SimulatedFederation:
+    """The id, the keys and the beginning of a federation on one machine.
 
     Attributes:
         folder: Where it lies.
-        federation: The federation's id.
-        founded: When, in UTC.
+        id: What messages and releases name it by.
+        created: When, in UTC.
         keys: Public keys by party, and the server's.
         server_key: The server's secret.
     """
 
     folder: Path
-    federation: str
-    founded: datetime
+    id: str
+    created: datetime
     keys: KeyList
     server_key: SigningKey
 
@@ -48,8 +48,12 @@ class Founding:
         return (self.folder / f"{party}.pem").resolve()
 
 
-def found(out: Path, parties: Sequence[str]) -> Founding:
-    """Return the federation of a run's folder, founded now unless it was before; complete or not at all.
+def create_federation(out: Path, parties: Sequence[str]) -> SimulatedFederation:
+    """Return the federation of a run's folder, created now unless it was before; complete or not at all.
+
+    Args:
+        out: The run's folder.
+        parties: Names of all parties.
 
     Raises:
         DpmergeError: DPM-103 if a party has the server's name; DPM-205 if a key cannot be used.
@@ -64,10 +68,10 @@ def found(out: Path, parties: Sequence[str]) -> Founding:
             (new / KEY_LIST).write_text("\n".join(["schema = 1", "", "[keys]", *lines, ""]))
             (new / "federation").write_text(f"simulation-{secrets.token_hex(16)}")
             (new / "founded").write_text(datetime.now(UTC).isoformat())
-    return Founding(
+    return SimulatedFederation(
         folder=folder,
-        federation=(folder / "federation").read_text(),
-        founded=datetime.fromisoformat((folder / "founded").read_text()),
+        id=(folder / "federation").read_text(),
+        created=datetime.fromisoformat((folder / "founded").read_text()),
         keys=load_key_list(folder / KEY_LIST),
         server_key=load_key(folder / f"{SERVER}.pem"),
     )

@@ -63,6 +63,10 @@ def prepare_output(folder: Path, mode: Mode) -> None:
     never released is closed in it as abandoned, before anything is removed: it stays spent, and the new run is a charge
     of its own. Whatever stops this, the same command again finishes it.
 
+    Args:
+        folder: The run's folder.
+        mode: "new", "overwrite" or "resume".
+
     Raises:
         DpmergeError: As `check_output`; DPM-301 if the folder cannot be written, or holds a link or a file where a
             party's folder was; DPM-504 if a ledger is damaged. Nothing is removed then.

@@ -67,8 +67,8 @@ def _why_absent(party: str, collection: Collection, reception: Reception) -> tup
         code, reason = collection.refused[party]
         return "failed", f"{code}: {reason}"
     if collection.late:
-        told = f"no release by the deadline, {reception.deadline:%Y-%m-%d %H:%M} UTC"
-        return "late", "; ".join([told, *collection.nameless, NEXT[reception.late]])
+        lateness = f"no release by the deadline, {reception.deadline:%Y-%m-%d %H:%M} UTC"
+        return "late", "; ".join([lateness, *collection.nameless, NEXT[reception.late]])
     return "failed", "; ".join(["DPM-599: no reply came", *collection.nameless])
 
 

@@ -64,7 +64,13 @@ class Progress:
             self.console.print(line, markup=False)
 
     def stage(self, key: str, description: str, total: float | None = None) -> None:
-        """Begin the stage `key`; a stage of that name starts over. `total` is None where the end is unknown."""
+        """Begin the stage `key`; a stage of that name starts over. `total` is None where the end is unknown.
+
+        Args:
+            key: Name by which it is updated.
+            description: What is shown.
+            total: Steps in it, or None where that is not known.
+        """
         now = time.monotonic()
         with self._lock:
             stage = _Stage(description, total, now, now)
@@ -78,7 +84,12 @@ class Progress:
             self.note(description)
 
     def update(self, key: str, completed: float) -> None:
-        """Set how much is done, in the unit of the total; a stage that is over is ignored: messages may be late."""
+        """Set how much is done, in the unit of the total; a stage that is over is ignored: messages may be late.
+
+        Args:
+            key: The stage.
+            completed: Steps that are done.
+        """
         with self._lock:
             stage = self._stages.get(key)
             if stage is None:

@@ -38,7 +38,8 @@ from dpmerge.client.subspace.coordinates import Subspace
 from dpmerge.common.config.federation import PartyPlan, load_federation, party_plan
 from dpmerge.common.encoder.activations import Activations
 from dpmerge.common.encoder.base_model import Base, load_base
-from dpmerge.common.privacy import accounting
+from dpmerge.common.privacy.accounting import cross_check, epsilon_pld
+from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism, mechanism_of
 
 
@@ -182,8 +183,8 @@ class Observed:
         return torch.cat([value.flatten() for name, value in adapter.items() if "lora_B" in name]).sort().values
 
 
-_accounted = {
-    name: lru_cache(maxsize=None)(getattr(accounting, name)) for name in ("calibrate", "cross_check", "epsilon_pld")
+_accounted: dict[Any, Any] = {
+    function: lru_cache(maxsize=None)(function) for function in (calibrate, cross_check, epsilon_pld)
 }
 
 
@@ -231,8 +232,8 @@ def observe(form: Form, folder: Path) -> Observed:
     seen = Observed(form, plan, texts, labels)
     ledger = folder / "party" / "ledger.jsonl"
     with ExitStack() as stack:
-        for name, remembered in _accounted.items():
-            stack.enter_context(everywhere(getattr(accounting, name), remembered))
+        for function, remembered in _accounted.items():
+            stack.enter_context(everywhere(function, remembered))
         stack.enter_context(_watched(seen, ledger))
         seen.release = party.run_party(plan, fresh_base(plan.base.model), folder / "party")
     seen.charged = mechanism_of(_charge(ledger) or {})

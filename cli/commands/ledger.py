@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 LEDGER_FILE = "ledger.jsonl"
 
-app = typer.Typer(no_args_is_help=True, help="What a data set has spent: reservations, releases, receipts.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="What a data set has spent: reservations, releases, receipts."
+)
 
 Name = Annotated[
     str,
@@ -174,8 +176,8 @@ def compose(
         raise DpmergeError("DPM-103", f"--delta {at:g} is no probability between 0 and 1", "give one, such as 1e-5")
     epsilon = total_epsilon([entry["charge"] for entry in chosen], at)
     if output is Format.json:
-        told = epsilon if math.isfinite(epsilon) else None
-        print_json({"schema": 1, "composition": {"charges": len(chosen), "epsilon": told, "delta": at}})
+        finite_epsilon = epsilon if math.isfinite(epsilon) else None
+        print_json({"schema": 1, "composition": {"charges": len(chosen), "epsilon": finite_epsilon, "delta": at}})
         return
     total = f"ε = {math.ceil(epsilon * 1e4) / 1e4:g}" if math.isfinite(epsilon) else "no finite ε: one had no privacy"
     print(f"{len(chosen)} charge{'s' * (len(chosen) != 1)} together: {total} at δ = {at:g} (one PLD of all)")

@@ -6,22 +6,28 @@ Nothing is written unless everything fits, and then in one step: the output fold
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dpmerge.cli.grouped import grouped, parameter
+from dpmerge.cli.merge_texts import files, layer_scales, named_folder, numbers
 from dpmerge.cli.terminal import BAD_INPUT, INTERRUPTED, Format, FormatOption, answer, console
 from dpmerge.common.config.sections import MergeSettings
-from dpmerge.common.errors import DpmergeError
 from dpmerge.common.printable import MAX_TEXT, shown
+from dpmerge.server.merging.methods.recipe import MergeMethod
+from dpmerge.server.merging.registry import METHODS, parameters_of
+from dpmerge.server.merging.spec.spec import spec_of
 
 if TYPE_CHECKING:
-    from dpmerge.server.merge_job import Outcome
+    from dpmerge.server.merge_job import Outcome, Request
     from dpmerge.server.merging.gate.gate import Gate
 
-EXAMPLE = "Example: dpmerge merge runs/demo/releases/shop other=path/to/adapter --no-strict --out merged"
+app = typer.Typer(add_completion=False)
 TUNED = "Parameters of the method"
 AROUND = "Around any method"
 PUBLIC = "Public data"
@@ -32,136 +38,156 @@ def _option(help: str, panel: str | None = None, *names: str, metavar: str | Non
     return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar)
 
 
-Adapters = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ADAPTER…", help="Release or PEFT adapter folders; NAME=FOLDER names one."),
-]
-Out = Annotated[Path | None, _option("Where the result goes; empty or new.", None, "--out", metavar="DIR")]
-Method = Annotated[str, _option("A name of --list.")]
-Weights = Annotated[list[str] | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")]
-Strict = Annotated[bool, _option("Refuse other modules or seeds of A.", None, "--strict/--no-strict")]
-Seed = Annotated[int | None, _option("Of random masks.")]
-Device = Annotated[str, _option("Where to compute: cpu, cuda, or auto for CUDA where there is one.")]
-Coefficient = Annotated[float | None, _option("Factor on the sum.", TUNED)]
-Density = Annotated[float | None, _option("Share of entries to keep.", TUNED)]
-Semantics = Annotated[str | None, _option("Whose TIES: paper, peft or mergekit.", TUNED)]
-Ridge = Annotated[float | None, _option("Relative ridge of wudi.", TUNED)]
-CommonShare = Annotated[float | None, _option("Share of iso-cts's directions from the sum.", TUNED)]
-Spread = Annotated[float | None, _option("How far della's probabilities vary.", TUNED)]
-Outliers = Annotated[float | None, _option("Share of the largest entries that breadcrumbs drops.", TUNED)]
-OffDiagonal = Annotated[float | None, _option("What regmean keeps outside the diagonals.", TUNED)]
-Rank = Annotated[int | None, _option("Rank of the result; exact if not given.", TUNED)]
-Core = Annotated[bool, _option("Work on coordinates in bases that the adapters share.", AROUND, "--core")]
-Denoise = Annotated[bool, _option("Predict every party's signal from all parties' changes first.", AROUND, "--denoise")]
-Robust = Annotated[str | None, _option("Bound one party's influence: clip or median.", AROUND)]
-LayerScale = Annotated[
-    list[str] | None,
-    _option(
-        "Factor on the merged change in modules of this name, or on one party's.", AROUND, metavar="[PARTY:]PATTERN=X"
-    ),
-]
-Validate = Annotated[
-    list[str] | None,
-    _option(
-        "Measure on this public file (columns text, label), and choose the coefficient there if none is given.",
-        PUBLIC,
-        metavar="PARTY=FILE",
-    ),
-]
-Public = Annotated[
-    list[str] | None, _option("Public texts of the party's task, for regmean and fisher.", PUBLIC, metavar="PARTY=FILE")
-]
-FromSpool = Annotated[
-    Path | None, _option("Merge what a server has accepted, and not withdrawn.", None, "--from-spool", metavar="DIR")
-]
-Without = Annotated[list[str] | None, _option("Leave this party of the spool out.", metavar="PARTY")]
-BaseModel = Annotated[
-    str | None, _option("Where the base model is, if not where the adapters say: alias, folder or hub id.")
-]
-List = Annotated[bool, _option("Show every method.", INSTEAD, "--list")]
-Explain = Annotated[bool, _option("Show noise, drift and overlap; without --out only that.", INSTEAD, "--explain")]
-Materialize = Annotated[bool, _option("Write the full model in place of an adapter.", INSTEAD, "--materialize")]
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What is merged, and where the result goes."""
+
+    adapters: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ADAPTER…", help="Release or PEFT adapter folders; NAME=FOLDER names one."),
+    ] = None
+    out: Annotated[Path | None, _option("Where the result goes; empty or new.", None, "--out", metavar="DIR")] = None
+    from_spool: Annotated[
+        Path | None,
+        _option("Merge what a server has accepted, and not withdrawn.", None, "--from-spool", metavar="DIR"),
+    ] = None
+    without: Annotated[list[str] | None, _option("Leave this party of the spool out.", metavar="PARTY")] = None
+    base: Annotated[
+        str | None, _option("Where the base model is, if not where the adapters say: alias, folder or hub id.")
+    ] = None
+
+    def folders(self) -> list[tuple[str | None, Path]]:
+        """Return every adapter's party, or None for its own, and folder."""
+        from dpmerge.server.merge_job import spooled
+
+        named = list(map(named_folder, self.adapters or ()))
+        return [*named, *spooled(self.from_spool, self.without or ())] if self.from_spool else named
 
 
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """The method, and what makes its result the same again."""
+
+    method: Annotated[str, _option("A name of --list.")] = MergeSettings.method
+    weights: Annotated[list[str] | None, _option("One weight per party; all 1 if not given.", metavar="A=1,B=.5")] = (
+        None
+    )
+    strict: Annotated[bool, _option("Refuse other modules or seeds of A.", None, "--strict/--no-strict")] = True
+    seed: Annotated[int | None, _option("Of random masks.")] = None
+    device: Annotated[str, _option("Where to compute: cpu, cuda, or auto for CUDA where there is one.")] = "cpu"
+
+    def options(self) -> dict[str, Any]:
+        """Return keywords of `spec_of`."""
+        weights = numbers("--weights", ",".join(self.weights).split(",")) if self.weights else None
+        return {key: getattr(self, key) for key in ("method", "strict", "seed", "device")} | {"weights": weights}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Around:
+    """What is put around the method."""
+
+    core: Annotated[bool, _option("Work on coordinates in bases that the adapters share.", AROUND, "--core")] = False
+    denoise: Annotated[
+        bool, _option("Predict every party's signal from all parties' changes first.", AROUND, "--denoise")
+    ] = False
+    robust: Annotated[str | None, _option("Bound one party's influence: clip or median.", AROUND)] = None
+    layer_scale: Annotated[
+        list[str] | None,
+        _option(
+            "Factor on the merged change in modules of this name, or on one party's.",
+            AROUND,
+            metavar="[PARTY:]PATTERN=X",
+        ),
+    ] = None
+
+    def options(self) -> dict[str, Any]:
+        """Return keywords of `spec_of`."""
+        return {"core": self.core, "denoise": self.denoise, "robust": self.robust} | layer_scales(
+            self.layer_scale or ()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublicData:
+    """Public files to measure on."""
+
+    validate: Annotated[
+        list[str] | None,
+        _option(
+            "Measure on this public file (columns text, label), and choose the coefficient there if none is given.",
+            PUBLIC,
+            metavar="PARTY=FILE",
+        ),
+    ] = None
+    public: Annotated[
+        list[str] | None,
+        _option("Public texts of the party's task, for regmean and fisher.", PUBLIC, metavar="PARTY=FILE"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What comes out."""
+
+    listed: Annotated[bool, _option("Show every method.", INSTEAD, "--list")] = False
+    explained: Annotated[
+        bool, _option("Show noise, drift and overlap; without --out only that.", INSTEAD, "--explain")
+    ] = False
+    materialize: Annotated[bool, _option("Write the full model in place of an adapter.", INSTEAD, "--materialize")] = (
+        False
+    )
+    output: FormatOption = Format.text
+
+
+def parameter_options(methods: Mapping[str, MergeMethod]) -> list[Parameter]:
+    """Return an option for every parameter that the methods take."""
+    return [
+        parameter(name, Annotated[each.kind | None, _option(each.about, TUNED)], None)
+        for name, each in parameters_of(methods).items()
+    ]
+
+
+@app.command(epilog="Example: dpmerge merge runs/demo/releases/shop other=path/to/adapter --no-strict --out merged")
+@grouped(Inputs, How, parameter_options(METHODS), Around, PublicData, Result)
 def merge(
-    adapters: Adapters = None,
-    out: Out = None,
-    from_spool: FromSpool = None,
-    without: Without = None,
-    method: Method = MergeSettings.method,
-    weights: Weights = None,
-    strict: Strict = True,
-    seed: Seed = None,
-    device: Device = "cpu",
-    coefficient: Coefficient = None,
-    density: Density = None,
-    semantics: Semantics = None,
-    ridge: Ridge = None,
-    common_share: CommonShare = None,
-    spread: Spread = None,
-    outliers: Outliers = None,
-    off_diagonal: OffDiagonal = None,
-    rank: Rank = None,
-    core: Core = False,
-    denoise: Denoise = False,
-    robust: Robust = None,
-    layer_scale: LayerScale = None,
-    validate: Validate = None,
-    public: Public = None,
-    base: BaseModel = None,
-    listed: List = False,
-    explained: Explain = False,
-    materialize: Materialize = False,
-    output: FormatOption = Format.text,
+    inputs: Inputs, how: How, parameters: dict[str, Any], around: Around, public: PublicData, result: Result
 ) -> int:
     """Merge releases of dpmerge or any PEFT LoRA adapters of one base model; nothing is written unless all fit."""
-    if listed:
-        return _list(output)
-    if out is None and not explained:
+    if result.listed:
+        return _list(result.output)
+    if inputs.out is None and not result.explained:
         raise typer.BadParameter("say where the result goes, or --explain to write nothing", param_hint="--out")
-    if without and from_spool is None:
+    if inputs.without and inputs.from_spool is None:
         raise typer.BadParameter("is for the parties of --from-spool", param_hint="--without")
-    from dpmerge.server.merge_job import Request, inspect, run, spooled
+    from dpmerge.server.merge_job import Request  # PEFT and transformers, which a refused option need not wait for
 
-    options = {
-        "weights": _numbers("--weights", ",".join(weights).split(",")) if weights else None,
-        **_layer_scales(layer_scale or ()),
-        "coefficient": coefficient,
-        "density": density,
-        "semantics": semantics,
-        "ridge": ridge,
-        "common_share": common_share,
-        "spread": spread,
-        "outliers": outliers,
-        "off_diagonal": off_diagonal,
-        "rank": rank,
-        "core": core or None,
-        "denoise": denoise or None,
-        "robust": robust,
-        "seed": seed,
-    }
+    spec = spec_of(**how.options(), **around.options(), **parameters)
     request = Request(
-        inputs=[*map(_input, adapters or ()), *(spooled(from_spool, without or ()) if from_spool else ())],
-        out=out,
-        options={"method": method, "strict": strict, "device": device}
-        | {key: item for key, item in options.items() if item is not None},
-        materialize=materialize,
-        explained=explained,
-        base=base or "",
-        validation={party: Path(file) for party, file in _pairs("--validate", validate or ()).items()},
-        public={party: Path(file) for party, file in _pairs("--public", public or ()).items()},
+        inputs=inputs.folders(),
+        out=inputs.out,
+        spec=spec,
+        materialize=result.materialize,
+        explained=result.explained,
+        base=inputs.base or "",
+        validation=files("--validate", public.validate),
+        public=files("--public", public.public),
     )
     try:
-        gate = inspect(request)
-        for line in gate.warnings:
-            print(f"warning: {line}", file=sys.stderr)
-        if gate.refusals:
-            return _refuse(gate, output)
-        outcome = run(request, gate)
+        return _run(request, result.output)
     except KeyboardInterrupt:  # of which typer would keep the exit code alone
         print("interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    _report(request.out, outcome, output)
+
+
+def _run(request: Request, output: Format) -> int:
+    from dpmerge.server.merge_job import inspect, run
+
+    gate = inspect(request)
+    for line in gate.warnings:
+        print(f"warning: {line}", file=sys.stderr)
+    if gate.refusals:
+        return _refuse(gate, output)
+    _report(request.out, run(request, gate), output)
     return 0
 
 
@@ -212,67 +238,3 @@ def _report(out: Path | None, outcome: Outcome, output: Format) -> None:
     )
     if out is not None:
         print(out)
-
-
-def _numbers(option: str, texts: Iterable[str]) -> dict[str, float]:
-    """Read NAME=NUMBER texts.
-
-    >>> _numbers("--weights", ["a=1", "b=.5"])
-    {'a': 1.0, 'b': 0.5}
-    """
-    numbers = {}
-    for name, value in _pairs(option, texts).items():
-        try:
-            numbers[name] = float(value)
-        except ValueError:
-            raise DpmergeError("DPM-103", f"{option} {name}={value} is no number", "write, say, shop=.5") from None
-    return numbers
-
-
-def _layer_scales(texts: Iterable[str]) -> dict[str, Any]:
-    """Sort factors into those on the merged change and those on one party's: `PATTERN=X` and `PARTY:PATTERN=X`.
-
-    No module's name has a colon in it that a pattern needs; a party's name may.
-
-    >>> _layer_scales(["query=.5", "shop:value=2"])
-    {'layer_scales': {'query': 0.5}, 'party_layer_scales': {'shop': {'value': 2.0}}}
-    """
-    scales: dict[str, float] = {}
-    of_parties: dict[str, dict[str, float]] = {}
-    for name, number in _numbers("--layer-scale", texts).items():
-        party, mark, pattern = name.rpartition(":")
-        if mark and pattern and not party.endswith("(?"):
-            of_parties.setdefault(party, {})[pattern] = number
-        else:
-            scales[name] = number
-    return {"layer_scales": scales or None, "party_layer_scales": of_parties or None}
-
-
-def _input(text: str) -> tuple[str | None, Path]:
-    """Read a folder, or NAME=FOLDER where no such folder exists."""
-    name, mark, folder = text.partition("=")
-    if not mark or _exists(Path(text)):
-        return None, Path(text)
-    if not name or not folder:
-        raise DpmergeError("DPM-103", f"{text!r} is not of the form NAME=FOLDER", "write, say, shop=path/to/adapter")
-    return name, Path(folder)
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # no name that a file could have
-        return False
-
-
-def _pairs(option: str, texts: Iterable[str]) -> dict[str, str]:
-    """Read NAME=VALUE texts, each name once."""
-    pairs: dict[str, str] = {}
-    for text in texts:
-        name, _, value = (part.strip() for part in text.partition("="))
-        if not name or not value:
-            raise DpmergeError("DPM-103", f"{option} {text!r} is not of the form NAME=VALUE", "write, say, shop=1")
-        if name in pairs:
-            raise DpmergeError("DPM-103", f"{option} names {name} twice", "give each name once")
-        pairs[name] = value
-    return pairs

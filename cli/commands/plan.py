@@ -12,6 +12,7 @@ import typer
 
 from dpmerge.cli.terminal import Format, FormatOption, console, print_json
 from dpmerge.common.config.federation import load_federation, party_plan
+from dpmerge.server.merging.spec.federation import checked
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from dpmerge.common.privacy.sizing import Point
     from dpmerge.simulations.planning import Forecast
 
-EXAMPLE = "Example: dpmerge plan examples/five-organisations.toml --party news"
+app = typer.Typer(add_completion=False)
 
 KNOWN_FROM = {
     "noise_multiplier": "computed",
@@ -57,6 +58,7 @@ WORDS = {
 }
 
 
+@app.command(epilog="Example: dpmerge plan examples/five-organisations.toml --party news")
 def plan(
     federation: Annotated[
         Path, typer.Argument(metavar="FEDERATION.toml", help="The organisations and their settings.")
@@ -68,7 +70,7 @@ def plan(
     output: FormatOption = Format.text,
 ) -> None:
     """Tell noise, cost and predicted signal of every training, from declared sizes and public texts alone."""
-    stated = load_federation(federation)
+    stated = checked(load_federation(federation), str(federation))
     names = [item.name for item in stated.parties] if party is None else [party]
     plans = [party_plan(stated, name) for name in names]
     from dpmerge.simulations.planning import forecast
@@ -155,8 +157,8 @@ def reasons(item: Forecast) -> Iterator[str]:
         f"the plan's k = {planned.k} with C = {planned.l2_clip_norm:g} keeps {planned.kept:.2f}."
     )
     yield (
-        f"C = {chosen.l2_clip_norm:g}: {1 - sizing.CLIP_QUANTILE:.0%} of the public gradients are longer in these "
-        f"directions, so that hardly any is drowned by noise that is made for longer ones."
+        f"C = {chosen.l2_clip_norm:g}: {1 - sizing.PROPOSED_CLIP_QUANTILE:.0%} of the public gradients are longer in "
+        f"these directions, so that hardly any is drowned by noise that is made for longer ones."
     )
     if item.learning_rate is not None:
         yield (

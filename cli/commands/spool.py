@@ -13,7 +13,7 @@ from dpmerge.cli.terminal import Format, FormatOption, answer, console, print_js
 if TYPE_CHECKING:
     from dpmerge.server.intake.spool import Spool
 
-app = typer.Typer(no_args_is_help=True, help="What a server has accepted; withdrawing a release.")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="What a server has accepted; withdrawing a release.")
 
 Folder = Annotated[Path, typer.Argument(metavar="SPOOL", help="The folder `spool` of a run or a server.")]
 

@@ -14,7 +14,7 @@ from dpmerge.common.errors import DpmergeError
 if TYPE_CHECKING:
     from dpmerge.common.statement.verify import Check
 
-EXAMPLE = "Example: dpmerge verify runs/demo/releases/library --allow keys.toml"
+app = typer.Typer(add_completion=False)
 COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "bold red"}
 CLOSING = "Nobody can check from here whether the stated noise was really added."
 
@@ -25,6 +25,7 @@ ReceiptOption = Annotated[Path | None, typer.Option("--receipt", metavar="FILE",
 LedgerOption = Annotated[Path | None, typer.Option("--ledger", metavar="FILE", help="The ledger that paid for it.")]
 
 
+@app.command(epilog="Example: dpmerge verify runs/demo/releases/library --allow keys.toml")
 def verify(
     path: PathArgument,
     key: Key = None,

@@ -32,8 +32,7 @@ from dpmerge.common.config.rules import PARTY_NAME
 from dpmerge.common.data.data_path import SPLIT_MARK, place_of, share_files
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import open_regular
-from dpmerge.common.privacy.accounting import MAX_EPSILON
-from dpmerge.common.privacy.large_delta import MIN_DELTA
+from dpmerge.common.privacy.bounds import MAX_EPSILON, MIN_DELTA
 from dpmerge.common.privacy.mechanism import NoiseMode, PrivacyUnit
 from dpmerge.common.release.signing import SHA256, PublicKey
 from dpmerge.common.untrusted.kinds import same

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpmerge.common.config.federation import PartyPlan
-from dpmerge.common.privacy.accounting import calibrate
+from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism
 
 

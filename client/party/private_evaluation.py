@@ -15,7 +15,8 @@ import torch
 from dpmerge.client.budget.policy import Account
 from dpmerge.client.privacy.noise import SecureNoise
 from dpmerge.client.privacy.privatiser import Privatiser
-from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
+from dpmerge.common.privacy.accounting import epsilon_pld
+from dpmerge.common.privacy.calibration import calibrate
 
 QUERY = "private evaluation"
 

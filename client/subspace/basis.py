@@ -121,7 +121,7 @@ class StreamingSvd:
             )
         left, singular = left[:, : self._k], singular[: self._k]
         raw = _combine(left / singular, rows)
-        directions = orthonormal(raw)
+        directions = cholesky_qr(raw)
         signs = (raw * directions).sum(1).sign().double().cpu()
         return Basis(directions, self._mix @ (left * singular * signs))
 
@@ -154,7 +154,7 @@ def random_basis(num_coordinates: int, k: int, seed: str) -> Basis:
             f"choose a k below {num_coordinates}, or train without a subspace",
         )
     generator = torch.Generator().manual_seed(public_seed(seed))
-    rows = orthonormal(torch.randn(k, num_coordinates, generator=generator))
+    rows = cholesky_qr(torch.randn(k, num_coordinates, generator=generator))
     return Basis(rows, torch.empty(0, k, dtype=torch.float64))
 
 
@@ -163,7 +163,7 @@ def public_seed(text: str) -> int:
     return int.from_bytes(hashlib.sha256(f"dpmerge subspace|{text}".encode()).digest()[:8], "little") >> 1
 
 
-def orthonormal(rows: Tensor) -> Tensor:
+def cholesky_qr(rows: Tensor) -> Tensor:
     """Orthonormalise nearly orthogonal rows [k, P] in their order (Cholesky QR, float64), largest entries positive."""
     factor = torch.linalg.cholesky(_gram(rows))
     result = torch.empty_like(rows)

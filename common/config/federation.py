@@ -45,12 +45,13 @@ from dpmerge.common.config.sections import (
     PrivacySettings,
     RunSettings,
     TrainingSettings,
+    merge_table,
 )
 from dpmerge.common.config.subspace import RANDOM, SubspaceSettings
 from dpmerge.common.data.data_path import data_path
 from dpmerge.common.errors import DpmergeError, closest
 from dpmerge.common.files import open_regular
-from dpmerge.common.privacy.large_delta import default_delta, is_large
+from dpmerge.common.privacy.bounds import default_delta, is_large
 
 __all__ = [
     "BaseSettings",
@@ -126,9 +127,14 @@ class Federation:
         stated = [path for party in self.parties for path in (party.data, party.test) if path]
         return tuple(_file(self.folder, path) for path in (*stated, *_public_files(self).values()))
 
+    def with_merge(self, merge: MergeSettings) -> "Federation":
+        """The same federation with another `[merge]`."""
+        return replace(self, merge=merge)
+
     def to_dict(self) -> dict[str, object]:
         """The federation as JSON-able tables, in the layout of the file; settings that are absent stay absent."""
         tables = {name: _plain(getattr(self, name)) for name in SECTIONS}
+        tables["merge"] = self.merge.to_dict()
         return tables | {"party": [_plain(party) for party in self.parties]}
 
 
@@ -234,6 +240,7 @@ def parse_federation(text: str, where: str, *, folder: Path = Path()) -> Federat
         for key in tables:
             if key not in SECTIONS and key != "party":
                 raise unknown_key("", key, [*SECTIONS, "party"])
+        tables["merge"] = merge_table(tables.get("merge", {}))
         sections = {name: build(cls, tables.get(name, {}), name) for name, cls in SECTIONS.items()}
         parties = tables.get("party", [])
         if not isinstance(parties, list):

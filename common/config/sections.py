@@ -29,45 +29,25 @@ from dpmerge.common.config.rules import (
     check_overrides,
     choice,
     real,
+    unknown_key,
     whole,
     words,
 )
 from dpmerge.common.config.subspace import SUBSPACE_OR_FALSE, SubspaceSettings
 from dpmerge.common.data.tabular.rows import MAX_RECORDS_PER_USER, MOST_RECORDS_PER_USER
-from dpmerge.common.privacy.large_delta import MIN_DELTA
+from dpmerge.common.errors import closest
+from dpmerge.common.privacy.bounds import MIN_DELTA
 from dpmerge.common.privacy.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
-Semantics = Literal["paper", "peft", "mergekit"]
 Robust = Literal["clip", "median"]
 Late = Literal["keep", "refuse"]
 Loud = Literal["warn", "refuse"]
 
-# What each merge method takes besides the releases. The server's registry is the authority; a test compares the two.
-# Methods that need statistics of public texts are no choice in a federation file, which has no key for such texts.
-MERGE_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "average": ("rank",),
-    "task-arithmetic": ("coefficient", "rank"),
-    "concat": ("coefficient", "rank"),
-    "ties": ("coefficient", "density", "semantics", "rank"),
-    "dare": ("coefficient", "density", "rank"),
-    "dare-ties": ("coefficient", "density", "semantics", "rank"),
-    "della": ("coefficient", "density", "spread", "semantics", "rank"),
-    "breadcrumbs": ("coefficient", "density", "outliers", "rank"),
-    "sce": ("coefficient", "density", "rank"),
-    "pcb": ("coefficient", "density", "rank"),
-    "slerp": ("rank",),
-    "karcher": ("rank",),
-    "model-stock": ("rank",),
-    "knots-ties": ("coefficient", "density", "semantics", "rank"),
-    "tsv": ("coefficient", "rank"),
-    "iso-c": ("coefficient", "rank"),
-    "iso-cts": ("coefficient", "common_share", "rank"),
-    "wudi": ("coefficient", "ridge", "rank"),
-    "geometry": ("coefficient", "rank"),
-}
-
-LINEAR_METHODS = ("average", "task-arithmetic", "concat")  # whose weights `robust = "median"` can choose
+MERGE_KEYS = ("method", "core", "robust", "denoise", "layer_scales")
+"""Keys of `[merge]` that are not about its method; every other one is a parameter, known to the server."""
+MAX_PARAMETERS = 32
+MAX_WORD = 200  # characters of a parameter's name or value
 
 SCALES = Rule(
     lambda v: isinstance(v, Mapping) and len(v) > 0 and all(map(real().accepts, v.values())),
@@ -314,38 +294,16 @@ class IntakeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeSettings:
-    """`[merge]`: how the server turns the releases into one adapter."""
+    """`[merge]`: how the server turns the releases into one adapter.
+
+    `parameters` are the method's own, plain keys of the section in a file. Names and values are bounded here; whether
+    the method exists and takes them is for whoever merges: `dpmerge.server.merging.spec.federation`.
+    """
 
     section: ClassVar[str] = "merge"
-    method: str = field(
-        default="geometry", metadata=_meta(choice(*MERGE_PARAMETERS, code="DPM-104"), "The merge method.")
-    )
-    coefficient: float | None = field(
-        default=None, metadata=_meta(real(above=0.0), "Factor on the sum of the adapters.", 0.5)
-    )
-    density: float | None = field(
-        default=None, metadata=_meta(real(above=0.0, at_most=1.0), "Share of entries that a sparse method keeps.", 0.2)
-    )
-    ridge: float | None = field(
-        default=None, metadata=_meta(real(at_least=0.0), "Relative ridge of the least squares of wudi.", 1e-6)
-    )
-    common_share: float | None = field(
-        default=None,
-        metadata=_meta(real(above=0.0, at_most=1.0), "Share of iso-cts's directions from the sum.", 0.8),
-    )
-    spread: float | None = field(
-        default=None,
-        metadata=_meta(real(at_least=0.0, at_most=1.0), "How far della's chances vary with magnitude.", 0.2),
-    )
-    outliers: float | None = field(
-        default=None,
-        metadata=_meta(real(at_least=0.0, below=1.0), "Share of the largest entries that breadcrumbs drops.", 0.01),
-    )
-    semantics: Semantics = field(
-        default="paper", metadata=_meta(choice(*get_args(Semantics)), "Whose ties: the three differ.")
-    )
-    rank: int | None = field(
-        default=None, metadata=_meta(whole(1), "Refactor the merged adapter to this rank; without it exact.", 8)
+    method: str = field(default="geometry", metadata=_meta(words(), "The merge method."))
+    parameters: Mapping[str, float | str] = field(
+        default_factory=dict, metadata=_meta(TABLE, "What the method takes; see dpmerge merge --list.")
     )
     core: bool = field(
         default=False, metadata=_meta(FLAG, "Apply the method to coordinates in the adapters' shared bases.", True)
@@ -362,17 +320,37 @@ class MergeSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        takes = MERGE_PARAMETERS[self.method]
-        for key in ("coefficient", "density", "semantics", "ridge", "common_share", "spread", "outliers", "rank"):
-            value, default = getattr(self, key), getattr(type(self), key)
-            if value != default and key not in takes:
-                raise Refused(self.section, key, value, f"is not a parameter of {self.method}", f"remove {key}")
-        if self.method == "task-arithmetic" and self.coefficient is None:
-            fix = "state the factor on the sum, for example coefficient = 0.5"
-            raise Refused(self.section, "coefficient", None, "is missing: task-arithmetic has no default", fix)
-        if self.robust == "median" and self.method not in LINEAR_METHODS:
-            fix = f"choose clip, or one of {', '.join(LINEAR_METHODS)}"
-            raise Refused(self.section, "robust", "median", f"is no choice for {self.method}", fix)
+        for key, value in self.parameters.items():
+            if not _is_short(key) or len(self.parameters) > MAX_PARAMETERS:
+                raise unknown_key(self.section, key[:MAX_WORD], list(MERGE_KEYS))
+            if not (isinstance(value, bool) or real().accepts(value) or _is_short(value)):
+                fix = f"write a number or a word in quotes, or remove {key}{closest(key, MERGE_KEYS)}"
+                raise Refused(self.section, key, value, "is not a finite number or a short word", fix)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The section as it stands in a file; settings that are absent stay absent."""
+        others = {key: getattr(self, key) for key in MERGE_KEYS if key != "method"}
+        return {
+            "method": self.method,
+            **self.parameters,
+            **{key: value for key, value in others.items() if value not in (None, {})},
+        }
+
+
+def merge_table(table: object) -> object:
+    """Put the keys of a `[merge]` table that are about its method into a table of their own.
+
+    >>> merge_table({"method": "ties", "density": 0.3})
+    {'method': 'ties', 'parameters': {'density': 0.3}}
+    """
+    if not isinstance(table, Mapping):
+        return table
+    parameters = {key: value for key, value in table.items() if key not in MERGE_KEYS}
+    return {key: value for key, value in table.items() if key in MERGE_KEYS} | {"parameters": parameters}
+
+
+def _is_short(text: object) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= MAX_WORD and text.isprintable()
 
 
 @dataclass(frozen=True, kw_only=True)

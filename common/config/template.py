@@ -5,13 +5,14 @@
 ['library', 'cinema']
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from itertools import chain
 from typing import Any
 
 from dpmerge.common.config.federation import SECTIONS
 from dpmerge.common.config.rules import show
-from dpmerge.common.config.sections import PartySettings, PrivacySettings, TrainingSettings
+from dpmerge.common.config.sections import MergeSettings, PartySettings, PrivacySettings, TrainingSettings
 
 _PARTIES = """\
 # One [[party]] per organisation.
@@ -42,25 +43,41 @@ learning_rate = 0.002
 """
 
 
+def setting_line(name: str, value: object, about: str, *, optional: bool) -> str:
+    """`name = value  # what it is for`; commented out where it is optional."""
+    setting = f"{'# ' if optional else ''}{name} = {show(value)}"
+    return f"{setting:<41} # {about}"
+
+
 def _line(key: Field[Any]) -> str:
-    """`key = value  # what it is for`; commented out where there is no default."""
     optional = key.default is None
     value = key.metadata["example"] if optional or key.default is MISSING else key.default
-    setting = f"{'# ' if optional else ''}{key.name} = {show(value)}"
-    return f"{setting:<41} # {key.metadata['about']}"
+    return setting_line(key.name, value, key.metadata["about"], optional=optional)
 
 
-def _template() -> str:
+def template(merge_lines: Sequence[str] = ()) -> str:
+    """A first federation file.
+
+    Args:
+        merge_lines: Of `setting_line`, one for each parameter that a merge method takes: the server knows them.
+    """
     head = "# A federation: organisations that train privately and merge once. Check it with `dpmerge config validate`."
-    tables = ["\n".join([f"[{name}]", *map(_line, fields(cls))]) for name, cls in SECTIONS.items()]
+    tables = []
+    for name, cls in SECTIONS.items():
+        lines = [[_line(key)] if key.name != "parameters" else merge_lines for key in fields(cls)]
+        tables.append("\n".join([f"[{name}]", *chain.from_iterable(lines)]))
     return "\n\n".join([head, *tables, _PARTIES])
 
 
-TEMPLATE = _template()
+TEMPLATE = template()
 
 
-def json_schema() -> dict[str, object]:
+def json_schema(merge: Mapping[str, object] | None = None) -> dict[str, object]:
     """JSON Schema (draft 2020-12) of a federation file, for editors that check TOML against one.
+
+    Args:
+        merge: Properties of `[merge]` that the server knows: the methods' names, and the parameters that they take.
+            Without them, any number or word is allowed there.
 
     >>> json_schema()["properties"]["lora"]["properties"]["rank"]["default"]
     8
@@ -73,12 +90,21 @@ def json_schema() -> dict[str, object]:
         "title": "dpmerge federation",
         "type": "object",
         "properties": {
-            **{name: _table(cls) for name, cls in SECTIONS.items()},
+            **{name: _table(cls) for name, cls in SECTIONS.items() if cls is not MergeSettings},
+            "merge": _merge_table(merge),
             "party": {"type": "array", "minItems": 1, "items": party},
         },
         "required": ["base", "party"],
         "additionalProperties": False,
     }
+
+
+def _merge_table(known: Mapping[str, object] | None) -> dict[str, Any]:
+    table = _table(MergeSettings)
+    del table["properties"]["parameters"]
+    if known is None:
+        return table | {"additionalProperties": {"type": ["number", "string", "boolean"]}}
+    return table | {"properties": table["properties"] | known}
 
 
 def _table(cls: type[Any], *, partial: bool = False) -> dict[str, Any]:

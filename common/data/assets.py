@@ -214,7 +214,13 @@ def _resolve(name: str) -> Asset:
 
 
 def unknown_name(what: str, name: str, known: list[str]) -> DpmergeError:
-    """Make the DPM-104 that says which names exist, and which is closest."""
+    """Make the DPM-104 that says which names exist, and which is closest.
+
+    Args:
+        what: Kind of name.
+        name: What was given.
+        known: What could have been.
+    """
     fix = f"choose one of {', '.join(known)}{closest(name, known)}"
     return DpmergeError("DPM-104", f"{what} {name!r} is unknown", fix)
 

@@ -97,5 +97,10 @@ def file_ids(files: Iterable[Path]) -> frozenset[FileId]:
 
 
 def share_files(one: Path, other: Path) -> bool:
-    """Whether two resolved places are the same, lie one in the other, or have a file in common under two names."""
+    """Whether two resolved places are the same, lie one in the other, or have a file in common under two names.
+
+    Args:
+        one: A file or folder.
+        other: Another.
+    """
     return is_within(one, other) or not file_ids(files_at(one)).isdisjoint(file_ids(files_at(other)))

@@ -76,6 +76,12 @@ def bert_from_onnx(source: Path, donor: Path, destination: Path, *, prefix: str,
 
 
 def convert_minilm_l3(unpacked: Path, donor: Path, destination: Path) -> None:
-    """Write paraphrase-MiniLM-L3-v2 with the tokenizer of minilm-l6: both use the vocabulary of bert-base-uncased."""
+    """Write paraphrase-MiniLM-L3-v2 with the tokenizer of minilm-l6: both use the vocabulary of bert-base-uncased.
+
+    Args:
+        unpacked: Folder with the ONNX file.
+        donor: Folder with configuration and tokenizer of minilm-l6.
+        destination: Folder that receives the model.
+    """
     source = unpacked / "paraphrase-MiniLM-L3-v2.onnx"
     bert_from_onnx(source, donor, destination, prefix="model.0.auto_model.", num_layers=3)

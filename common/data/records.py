@@ -20,7 +20,7 @@ is an unusable record.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,15 @@ class Records:
 def read_records(
     path: str | Path, *, text: str, label: str, labels: Mapping[str, str], user: str | None = None
 ) -> Records:
-    """Read labelled texts; see `read_with_report`, of which this is the first half."""
+    """Read labelled texts; see `read_with_report`, of which this is the first half.
+
+    Args:
+        path: A file or folder.
+        text: Column with the text.
+        label: Column with the class.
+        labels: Declared label → description.
+        user: Column that tells whose record it is, or None.
+    """
     return read_with_report(path, text=text, label=label, labels=labels, user=user)[0]
 
 
@@ -79,52 +87,78 @@ def read_with_report(
     """Read labelled texts from a party's own file or folder, without any use of the network.
 
     Args:
-        path: A file or folder of the kinds above. A folder may name its split as `folder::split`; without, `train` is
-            taken, or the only one.
+        path: A file or folder of the kinds above; `folder::split` names a split, in place of `train` or the only one.
         text: Name of the column with the text.
         label: Name of the column with the class.
-        labels: Declared label → description, compared as `Labels` says; the order gives the class indices.
-        user: Name of the column that tells whose record it is, or None. Cells are compared as strings, spaces around
-            them aside: two spellings are two users. A record without a user is unusable.
+        labels: Declared label → description, compared as `Labels` says; the order gives the class indices. There is no
+            default: a set of labels read off private records would itself be private.
+        user: Name of the column that tells whose record it is, or None. Cells are compared as stripped strings: two
+            spellings are two users. A record without a user is unusable.
         max_characters: Texts are cut there.
         max_records_per_user: Of a user's usable records so many are kept, the first in the order of the file.
 
     Returns:
-        The usable records in the order of the file, and what became of all of them. There may be none, since whether
-        there is one is private.
+        The usable records in the order of the file, perhaps none, since whether there is one is private; and what
+        became of all of them.
 
     Raises:
         DpmergeError: DPM-203 if the file cannot be read or its schema lacks a column.
 
-    Deviations:
-        `labels` has no default: a set of labels read off private records would itself be private.
     """
     wanted = {"text": text, "label": label} | ({} if user is None else {"user": user})
-    tally, num_kept = Tally(), dict[str, int]()
-    kept: list[tuple[str, int, str]] = []
+    kept = _Kept(user is not None, max_characters, max_records_per_user)
     with _refusals(path):
         for file, table in tables(path, wanted):
             classes = Labels(list(labels), table.class_names.get(label, ()))
             for row in table.rows:
-                found = _usable(row, wanted, classes)
-                if (
-                    not isinstance(found, str)
-                    and user is not None
-                    and num_kept.get(found[2], 0) >= max_records_per_user
-                ):
-                    found = of.USER_IS_FULL
-                if isinstance(found, str):
-                    tally.drop(found, f"{file}{row.place}")
-                    continue
-                content, kind, owner = found
-                num_kept[owner] = num_kept.get(owner, 0) + 1
-                tally.num_cut += len(content) > max_characters
-                kept.append((content[:max_characters], kind, owner))
-    return _records(kept, user is not None), tally.report(len(kept))
+                kept.take(_usable(row, wanted, classes), f"{file}{row.place}")
+    return kept.records(), kept.tally.report(len(kept.rows))
+
+
+class _Kept:
+    """The records that are kept, and what became of the others."""
+
+    def __init__(self, has_users: bool, max_characters: int, max_records_per_user: int) -> None:
+        self._has_users = has_users
+        self._max_characters, self._max_records_per_user = max_characters, max_records_per_user
+        self._num_kept = dict[str, int]()
+        self.tally = Tally()
+        self.rows: list[tuple[str, int, str]] = []
+
+    def take(self, record: tuple[str, int, str] | str, place: str) -> None:
+        """Keep a record as far as the bounds allow, or count the reason why it is none.
+
+        Args:
+            record: Text, class and user, or the reason why it cannot be used.
+            place: Where it stands, for its owner.
+        """
+        if isinstance(record, str):
+            self.tally.drop(record, place)
+            return
+        content, kind, owner = record
+        num_kept = self._num_kept.get(owner, 0)
+        if self._has_users and num_kept >= self._max_records_per_user:
+            self.tally.drop(of.USER_IS_FULL, place)
+            return
+        self._num_kept[owner] = num_kept + 1
+        self.tally.num_cut += len(content) > self._max_characters
+        self.rows.append((content[: self._max_characters], kind, owner))
+
+    def records(self) -> Records:
+        """Return what was kept, users numbered."""
+        texts, classes, owners = zip(*self.rows, strict=True) if self.rows else ((), (), ())
+        if not self._has_users:
+            return Records(texts, classes)
+        numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
+        return Records(texts, classes, tuple(numbers[owner] for owner in owners))
 
 
 def read_texts(path: str | Path, *, text: str) -> tuple[str, ...]:
     """Read texts without labels: the lines of a `.txt` file, or a column of what `read_records` takes.
+
+    Args:
+        path: A file or folder.
+        text: Column with the text; a `.txt` file has none.
 
     Raises:
         DpmergeError: DPM-203 if the file cannot be read, or its schema lacks the column.
@@ -152,14 +186,6 @@ def _usable(row: Row, wanted: Mapping[str, str], classes: Labels) -> tuple[str, 
         return of.UNDECLARED if is_scalar(label) else of.NO_LABEL
     owner = owner_of(row.cells.get(wanted["user"])) if "user" in wanted else ""
     return of.NO_USER if owner is None else (_encodable(content), kind, owner)
-
-
-def _records(kept: Sequence[tuple[str, int, str]], has_users: bool) -> Records:
-    texts, classes, owners = zip(*kept, strict=True) if kept else ((), (), ())
-    if not has_users:
-        return Records(texts, classes)
-    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
-    return Records(texts, classes, tuple(numbers[owner] for owner in owners))
 
 
 def _encodable(text: str) -> str:

@@ -76,6 +76,11 @@ def split(rows: Iterable[tuple[str, str]], class_names: list[str], max_records: 
 
     White space is collapsed and texts are cut at `MAX_CHARACTERS` first; of equal texts the first one counts.
 
+    Args:
+        rows: Texts with their classes.
+        class_names: Names of the classes, in order.
+        max_records: So many are kept.
+
     >>> data = split([("a  b", "x"), ("a b", "y"), ("c", "y"), ("d", "z"), ("e", "x")], ["x", "y"], 3)
     >>> data.train
     Records(texts=('c', 'e'), labels=(1, 0))

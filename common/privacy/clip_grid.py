@@ -39,7 +39,12 @@ class ClipGrid:
 
     @classmethod
     def around(cls, middle: float, num_coordinates: int) -> ClipGrid:
-        """Return the grid of a training: no more bins than coordinates, so that no query has more than the steps."""
+        """Return the grid of a training: no more bins than coordinates, so that no query has more than the steps.
+
+        Args:
+            middle: Upper end of the middle bin.
+            num_coordinates: Length of the noised vector.
+        """
         return cls(middle, min(num_coordinates, MAX_BINS))
 
     @property

@@ -106,8 +106,9 @@ class Mechanism:
             value = getattr(self, name)
             _check(_is_int(value) and least <= value <= _LARGEST_COUNT, name, value, f"an integer of at least {least}")
         _check(isinstance(self.private, bool), "private", self.private, "true or false")
-        asked = self.num_clip_queries
-        _check(_is_int(asked) and asked in (0, int(self.private)), "num_clip_queries", asked, "0, or 1 with privacy")
+        clip_queries = self.num_clip_queries
+        is_allowed = _is_int(clip_queries) and clip_queries in (0, int(self.private))
+        _check(is_allowed, "num_clip_queries", clip_queries, "0, or 1 with privacy")
         _check(
             _is_real(self.target_delta) and 0 < self.target_delta < 1,
             "target_delta",

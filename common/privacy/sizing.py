@@ -35,7 +35,7 @@ COHERENCE = 0.01
 NOISE_WALK = 0.38
 """How far noise alone may carry one coordinate in T steps; tuned on the same three tasks."""
 
-CLIP_QUANTILE = 0.1
+PROPOSED_CLIP_QUANTILE = 0.1
 """The rule's C, as a quantile of public norms. What a step's noise costs falls with C until every gradient is clipped,
 and private gradients are shorter than public ones, whose labels are made up and surprise the model more often."""
 
@@ -159,18 +159,23 @@ def predict(
     signal = coherence * np.square(coordinates * lengths[:, None]).mean(0)
     noise_std = sigma * clip_norm / expected_batch_size
     noise = k * noise_std**2
-    captured, whole = float(signal[:k].sum()), float(signal.sum())
+    captured, energy = float(signal[:k].sum()), float(signal.sum())
     return Point(
         k=k,
         l2_clip_norm=clip_norm,
         noise_std=noise_std,
         signal_to_noise=math.sqrt(captured / noise) if noise > 0 else math.inf,
-        kept=(captured - noise / num_steps) / whole if whole > 0 else 0.0,
+        kept=(captured - noise / num_steps) / energy if energy > 0 else 0.0,
     )
 
 
-def public_clip_norm(coordinates: NDArray[np.float64], k: int, quantile: float = CLIP_QUANTILE) -> float:
+def public_clip_norm(coordinates: NDArray[np.float64], k: int, quantile: float = PROPOSED_CLIP_QUANTILE) -> float:
     """Return a quantile of the public gradients' norms in the first k directions, to four digits: by default C.
+
+    Args:
+        coordinates: Of the public gradients, by direction [n, directions].
+        k: Directions that are trained.
+        quantile: Share of the gradients that are not longer.
 
     >>> public_clip_norm(np.array([[3.0, 4.0], [1.0, 0.0], [0.0, 0.5]]), 1, 0.5)
     1.0
@@ -183,6 +188,11 @@ def signal_to_noise_bound(num_coordinates: int, sigma: float, expected_batch_siz
     """Return the largest signal-to-noise ratio of a step: all gradients as long as C, and in one direction.
 
     B·C of signal against σ·C·√P of noise; infinite without noise.
+
+    Args:
+        num_coordinates: Length of the noised vector.
+        sigma: σ, noise multiplier.
+        expected_batch_size: B.
 
     >>> round(signal_to_noise_bound(55_296, 1.5, 128), 3), round(signal_to_noise_bound(256, 1.5, 128), 3)
     (0.363, 5.333)

@@ -1,7 +1,7 @@
 """The receipt: the server's signed word that a release is on its disk; it closes the party's outbox.
 
 >>> from datetime import timedelta
->>> coarse(datetime(2026, 3, 1, 12, 30, 59, tzinfo=UTC) + timedelta(seconds=0.5))
+>>> minute_of(datetime(2026, 3, 1, 12, 30, 59, tzinfo=UTC) + timedelta(seconds=0.5))
 '2026-03-01T12:30:00Z'
 """
 
@@ -64,7 +64,7 @@ class Receipt:
         return datetime.fromisoformat(self.time)
 
 
-def coarse(time: datetime) -> str:
+def minute_of(time: datetime) -> str:
     """Write a time with zone as receipts do: in UTC, to the minute."""
     if time.tzinfo is None:
         raise ValueError(f"Expected time={time} to have a time zone.")

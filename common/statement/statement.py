@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.privacy.accounting import Accounting, cross_check, epsilon_pld
-from dpmerge.common.privacy.large_delta import is_large
+from dpmerge.common.privacy.bounds import is_large
 from dpmerge.common.privacy.mechanism import (
     COMPANY_MARGIN,
     FIELD_NAMES,

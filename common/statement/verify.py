@@ -13,7 +13,7 @@ from typing import Any, Literal
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.printable import MAX_TEXT, shown
 from dpmerge.common.privacy.accounting import cross_check
-from dpmerge.common.privacy.large_delta import is_large
+from dpmerge.common.privacy.bounds import is_large
 from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.release.format import SIGNATURE, Release, release_from_files
 from dpmerge.common.release.key_list import KeyList

@@ -119,6 +119,10 @@ def public_tasks(adapters: Sequence[Adapter], files: Mapping[str, Path]) -> dict
 def check_base(base: Base, adapters: Sequence[Adapter]) -> None:
     """Refuse a base model that is not the one that the statements name by hash.
 
+    Args:
+        base: The opened base model.
+        adapters: Those that are merged; a hash that a statement gives must be the base model's.
+
     Raises:
         DpmergeError: DPM-204.
     """
@@ -144,7 +148,12 @@ def _about(path: Path, records: Records) -> dict[str, str | int]:
 
 
 def first_layer(base: Base, adapters: Sequence[Adapter]) -> int:
-    """Return the lowest layer that any adapter changes, 0 if one changes something outside the layers."""
+    """Return the lowest layer that any adapter changes, 0 if one changes something outside the layers.
+
+    Args:
+        base: The base model.
+        adapters: Those that are merged.
+    """
     names = {name for adapter in adapters for name in adapter.modules}
     inside = [name.removeprefix(f"{base.layers}.").partition(".")[0] for name in names]
     return min((int(index) if index.isdigit() else 0 for index in inside), default=0)

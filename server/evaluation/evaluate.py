@@ -49,6 +49,10 @@ class Accuracy:
     def of(cls, num_correct: int, num_test: int) -> Accuracy:
         """Return the accuracy of `num_correct` right answers.
 
+        Args:
+            num_correct: Records that were classified rightly.
+            num_test: All records, at least 1.
+
         >>> Accuracy.of(75, 100).standard_error
         0.0433...
         """
@@ -132,18 +136,25 @@ def evaluate(
     scores = {}
     for num_done, (party, task) in enumerate(tasks.items(), start=1):
         data = Activations(base, split, task.records.texts, max_length=max_length)
-        labels = torch.tensor(task.records.labels)
-        by_adapter = {}
-        for name in adapters:
-            model.set_adapter(f"party-{name}")
-            by_adapter[name] = _accuracy(split, data, labels, task.head)
-        model.set_adapter("merged")
-        of_merged = _accuracy(split, data, labels, task.head)
-        with model.disable_adapter():
-            of_base = _accuracy(split, data, labels, task.base_head)
-        scores[party] = TaskScores(of_base, by_adapter, of_merged)
+        scores[party] = _scores(model, split, data, task, list(adapters))
         on_task(num_done)
     return scores
+
+
+def _scores(
+    model: PeftModel, split: SplitEncoder, data: Activations, task: PublicTask, parties: Sequence[str]
+) -> TaskScores:
+    """Measure every party's adapter, the merged one and the base model on one task."""
+    labels = torch.tensor(task.records.labels)
+    by_adapter = {}
+    for name in parties:
+        model.set_adapter(f"party-{name}")
+        by_adapter[name] = _accuracy(split, data, labels, task.head)
+    model.set_adapter("merged")
+    of_merged = _accuracy(split, data, labels, task.head)
+    with model.disable_adapter():
+        of_base = _accuracy(split, data, labels, task.base_head)
+    return TaskScores(of_base, by_adapter, of_merged)
 
 
 def _split(

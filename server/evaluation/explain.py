@@ -41,7 +41,13 @@ class Explanation:
 
 
 def explain(adapters: Sequence[Adapter], merged: Merged, gaps: Mapping[str, PredictedGap] | None = None) -> Explanation:
-    """Return the diagnostics of a merge of these adapters, with the gaps that public data predict."""
+    """Return the diagnostics of a merge of these adapters, with the gaps that public data predict.
+
+    Args:
+        adapters: What was merged.
+        merged: What came out.
+        gaps: Party → predicted gap, where a public file of its task was named.
+    """
     by_party = {adapter.party: adapter for adapter in adapters}
     parties = tuple(merged.info["parties"])
     drift, overlap = merged.info["norms"], merged.info["overlap"]

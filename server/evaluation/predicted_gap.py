@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,17 +85,23 @@ def predicted_gaps(
         split, note = checked_split(base, model, first_layer, texts, [partial(at, 0.0), partial(at, 1.0)])
         if note:
             _log.warning("prediction of %s: %s", party, note)
-        task = tasks[party]
-        data = Activations(base, split, task.records.texts, max_length=max_length)
-        labels = torch.tensor(task.records.labels)
-        losses = []
-        for place in (*NODES, 1.0):
-            with at(place):
-                losses.append(_loss(split, data, labels, task.head))
-        slope, curvature, third_order = expansion(losses[:4])
-        measured = losses[4] - losses[1]
-        gaps[party] = PredictedGap(slope=slope, curvature=curvature, third_order=third_order, measured=measured)
+        data = Activations(base, split, tasks[party].records.texts, max_length=max_length)
+        gaps[party] = _gap(at, split, data, tasks[party])
     return gaps
+
+
+def _gap(
+    at: Callable[[float], AbstractContextManager[None]], split: SplitEncoder, data: Activations, task: PublicTask
+) -> PredictedGap:
+    """Take the loss at the nodes of the expansion and at the merged model."""
+    labels = torch.tensor(task.records.labels)
+    losses = []
+    for place in (*NODES, 1.0):
+        with at(place):
+            losses.append(_loss(split, data, labels, task.head))
+    slope, curvature, third_order = expansion(losses[:4])
+    measured = losses[4] - losses[1]
+    return PredictedGap(slope=slope, curvature=curvature, third_order=third_order, measured=measured)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from dpmerge.common.encoder.base_model import Base
 from dpmerge.common.encoder.heads import logits
 from dpmerge.common.encoder.split_encoder import pad, padded_length, pool, tokenize
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 
 Kind = Literal["gram", "fisher"]
 BATCH = 16
@@ -41,7 +41,7 @@ def public_statistics(
         max_length: Tokens kept per text.
 
     Returns:
-        Party → module → statistic, for every module that any adapter changes: `merge(..., statistics=...)`.
+        Party → module → statistic, for every module that any adapter changes: `MergeSpec.statistics`.
 
     Raises:
         DpmergeError: DPM-103 for a party without texts; DPM-402 for one without the head that "fisher" needs, or with
@@ -56,16 +56,19 @@ def public_statistics(
         if not texts.get(adapter.party):
             raise DpmergeError("DPM-103", f"{adapter.party} has no public texts", "give at least one text per party")
         probe = _Probe(kind, _head(adapter) if kind == "fisher" else None)
-        ids = tokenize(base, texts[adapter.party], max_length)
         with _adapted(base.encoder, adapter, names, probe):
-            for start in range(0, len(ids), BATCH):
-                rows = ids[start : start + BATCH]
-                tokens, mask = pad(
-                    rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)), max_length)
-                )
+            for tokens, mask in _batches(base, texts[adapter.party], max_length):
                 probe.see(base.encoder, tokens, mask)
         found[adapter.party] = {name: probe.sums[name] / probe.count for name in names}
     return found
+
+
+def _batches(base: Base, texts: Sequence[str], max_length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield tokens and mask of a few texts at a time."""
+    ids = tokenize(base, texts, max_length)
+    for start in range(0, len(ids), BATCH):
+        rows = ids[start : start + BATCH]
+        yield pad(rows, int(base.tokenizer.pad_token_id), padded_length(max(map(len, rows)), max_length))
 
 
 @dataclass
@@ -87,7 +90,13 @@ class _Probe:
     calls: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def see(self, encoder: nn.Module, tokens: Tensor, mask: Tensor) -> None:
-        """Run one batch, and add what it tells."""
+        """Run one batch, and add what it tells.
+
+        Args:
+            encoder: The party's model.
+            tokens: [batch, length].
+            mask: 1 for a text's own tokens, [batch, length].
+        """
         self.calls.clear()
         with torch.set_grad_enabled(self.kind == "fisher"):
             hidden = encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
@@ -121,7 +130,7 @@ class _Probe:
 def _adapted(encoder: nn.Module, adapter: Adapter, names: Sequence[str], probe: _Probe) -> Iterator[None]:
     """Let an adapter act on the encoder, and show the probe what passes through the named modules."""
 
-    def hook_of(name: str, factors: Factors | None) -> Any:
+    def hook_of(name: str, factors: LowRankDelta | None) -> Any:
         change = None if factors is None else (factors.a.float().T, factors.b.float().T * factors.scaling)  # read once
 
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from filelock import FileLock
 from dpmerge.common.config.rules import PARTY_NAME
 from dpmerge.common.files import make_durable, real_folder, replace_file
 from dpmerge.common.release.manifest import Manifest
-from dpmerge.common.release.receipt import KIND, Receipt, coarse, parse_receipt
+from dpmerge.common.release.receipt import KIND, Receipt, minute_of, parse_receipt
 from dpmerge.common.release.signing import MAX_SEALED_BYTES, SigningKey, seal
 from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.common.untrusted.reading import read_file
@@ -36,7 +36,7 @@ def make_receipt(
         manifest_sha256=manifest_sha256,
         ledger_head=manifest.ledger_head,
         spool_sha256=spool_sha256,
-        time=coarse(time),
+        time=minute_of(time),
     )
     return seal(key, KIND, receipt.to_dict())
 

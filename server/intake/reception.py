@@ -19,7 +19,7 @@ from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.server.intake.loudness import usual_bound, words
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation, check_size, validate
+from dpmerge.server.intake.validation import ReleaseSpec, check_size, validate
 from dpmerge.server.merging.adapters.deltas import lora_factors
 from dpmerge.server.merging.low_rank.algebra import total_norm
 
@@ -39,7 +39,7 @@ class Reception:
 
     Attributes:
         federation: The federation's own id; what was signed for another is refused.
-        expectation: Who takes part, and what a release must look like.
+        release_spec: Who takes part, and what a release must look like.
         keys: Which key is whose.
         key: The server's, for receipts.
         spool: Where accepted bytes go.
@@ -51,7 +51,7 @@ class Reception:
     """
 
     federation: str
-    expectation: Expectation
+    release_spec: ReleaseSpec
     keys: KeyList
     key: SigningKey
     spool: Spool
@@ -79,16 +79,16 @@ class Reception:
         Raises:
             ReleaseRefused: DPM-401 with a reason.
         """
-        check_size(party, files, self.expectation)
+        check_size(party, files, self.release_spec)
         check_names(files, party)
         manifest = check_signed(
             files, party=party, federation=self.federation, keys=self.keys, at=self._received_at(party, files, at)
         )
         self._check_time(party, files, at)
-        if manifest.base_sha256 != self.expectation.base_sha256:
+        if manifest.base_sha256 != self.release_spec.base_sha256:
             problem = f"{party}: {SIGNATURE} is for base model {manifest.base_sha256[:16]}…"
             raise ReleaseRefused("base-mismatch", problem, "train on the federation's base model")
-        release = validate(party, files, self.expectation)
+        release = validate(party, files, self.release_spec)
         self.receipts.check(manifest, manifest_hash(files[SIGNATURE]))  # decided before anything is kept
         norm, warning = self._loudness(party, release)
         digest = self.spool.accept(party, files)
@@ -101,7 +101,7 @@ class Reception:
     def is_signed(self, party: str, files: Mapping[str, bytes], at: datetime) -> bool:
         """Return whether a party signed these very files for this federation, whatever else is wrong with them."""
         try:
-            check_size(party, files, self.expectation)
+            check_size(party, files, self.release_spec)
             check_signed(files, party=party, federation=self.federation, keys=self.keys, at=at)
         except Exception:  # a defect of the checks, which these files have found, must not end the run a second time
             return False

@@ -64,7 +64,7 @@ class PartyTerms:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Expectation:
+class ReleaseSpec:
     """What every release of a federation must look like.
 
     Attributes:
@@ -89,53 +89,53 @@ class Expectation:
     max_head_norm: float = 250.0
 
 
-def validate(party: str, files: Mapping[str, bytes], expectation: Expectation) -> Release:
+def validate(party: str, files: Mapping[str, bytes], release_spec: ReleaseSpec) -> Release:
     """Check a party's files and return the release that they hold.
 
     Args:
         party: Whose they are. The statement and the head must name the same one.
         files: File name → bytes.
-        expectation: What the federation agreed on.
+        release_spec: What the federation agreed on.
 
     Raises:
         ReleaseRefused: DPM-401 with a reason, naming party and tensor.
     """
-    check_size(party, files, expectation)
-    terms = expectation.parties[party]
+    check_size(party, files, release_spec)
+    terms = release_spec.parties[party]
     for name in sorted(files.keys() & (FILES - CHECKED)):
         problem = f"{party}: {name!r} is part of the format, but of no party's release"
         raise ReleaseRefused("unknown-file", problem, f"send only {', '.join(sorted(CHECKED))}")
     release = release_from_files(files, party)
     if release.party != party:
         raise ReleaseRefused("party-mismatch", f"{party}: {STATEMENT} is of {release.party!r}", RESEND)
-    _check_config(release, expectation)
-    _check_tensors(release, expectation)
-    _check_norm(release, expectation)
-    _check_head(release, terms.head, expectation.max_head_norm)
-    _check_statement(release, terms, expectation)
+    _check_config(release, release_spec)
+    _check_tensors(release, release_spec)
+    _check_norm(release, release_spec)
+    _check_head(release, terms.head, release_spec.max_head_norm)
+    _check_statement(release, terms, release_spec)
     _check_form(release, files)
     return release
 
 
-def check_size(party: str, files: Mapping[str, bytes], expectation: Expectation) -> None:
+def check_size(party: str, files: Mapping[str, bytes], release_spec: ReleaseSpec) -> None:
     """Refuse a party that was not invited, and more bytes than any release has: all that costs nothing to find out.
 
     Raises:
         ReleaseRefused: unknown-party or size.
     """
-    if party not in expectation.parties:
+    if party not in release_spec.parties:
         raise ReleaseRefused("unknown-party", f"{party!r} is not of this federation", "ask for an invitation")
     total = sum(len(data) for data in files.values())
-    if total > expectation.max_bytes or len(files) > len(FILES):
+    if total > release_spec.max_bytes or len(files) > len(FILES):
         problem = f"{party}: {len(files)} files of {total} bytes"
-        raise ReleaseRefused("size", problem, f"send at most {expectation.max_bytes} bytes")
+        raise ReleaseRefused("size", problem, f"send at most {release_spec.max_bytes} bytes")
     if len(files.get(README, b"")) > MAX_CARD_BYTES:
         raise ReleaseRefused("size", f"{party}: {README} is too long", f"keep it under {MAX_CARD_BYTES} bytes")
 
 
-def _check_config(release: Release, expectation: Expectation) -> None:
+def _check_config(release: Release, release_spec: ReleaseSpec) -> None:
     """Compare settings with the agreed ones, value and JSON kind; what only one side has must be at PEFT's default."""
-    config, wanted = release.adapter_config, expectation.adapter_config
+    config, wanted = release.adapter_config, release_spec.adapter_config
     version = config.get("peft_version")
     if not (version is None or SETTINGS["peft_version"].allowed(version)):
         raise ReleaseRefused("config", f"{release.party}: {CONFIG}: peft_version is no version", RESEND)
@@ -146,29 +146,29 @@ def _check_config(release: Release, expectation: Expectation) -> None:
         raise ReleaseRefused("config", f"{release.party}: {CONFIG}: {said}", RESEND)
 
 
-def _check_tensors(release: Release, expectation: Expectation) -> None:
+def _check_tensors(release: Release, release_spec: ReleaseSpec) -> None:
     where = f"{release.party}: {ADAPTER}"
-    for key in sorted(release.adapter.keys() - expectation.shapes.keys()):
+    for key in sorted(release.adapter.keys() - release_spec.shapes.keys()):
         raise ReleaseRefused("unknown-key", f"{where}: {key}", RESEND)
-    for key, shape in sorted(expectation.shapes.items()):
+    for key, shape in sorted(release_spec.shapes.items()):
         if key not in release.adapter:
             raise ReleaseRefused("missing-key", f"{where}: {key}", RESEND)
         found = tuple(release.adapter[key].shape)
         if found != tuple(shape):
             raise ReleaseRefused("shape", f"{where}: {key} is {found} and not {tuple(shape)}", RESEND)
-    for key, shared in sorted(expectation.shared_a.items()):
+    for key, shared in sorted(release_spec.shared_a.items()):
         if not torch.equal(release.adapter[key], shared):
             raise ReleaseRefused("shared-a", f"{where}: {key}", RESEND)
 
 
-def _check_norm(release: Release, expectation: Expectation) -> None:
+def _check_norm(release: Release, release_spec: ReleaseSpec) -> None:
     factors = lora_factors(release.adapter, release.adapter_config, release.party)
     norm = total_norm(factors.values())
-    if not norm <= expectation.max_delta_norm:
+    if not norm <= release_spec.max_delta_norm:
         largest = max(factors, key=lambda name: float(gram([factors[name]])))
         problem = f"{release.party}: weight change of norm {norm:.4g} (most of it in {largest})"
         raise ReleaseRefused(
-            "norm", problem, f"keep it under {expectation.max_delta_norm:g}: train with a smaller step"
+            "norm", problem, f"keep it under {release_spec.max_delta_norm:g}: train with a smaller step"
         )
 
 
@@ -190,15 +190,15 @@ def _check_head(release: Release, expected: Head, max_norm: float) -> None:
         raise ReleaseRefused("norm", f"{where}: larger than {max_norm:g}", "train with a smaller step")
 
 
-def _check_statement(release: Release, terms: PartyTerms, expectation: Expectation) -> None:
+def _check_statement(release: Release, terms: PartyTerms, release_spec: ReleaseSpec) -> None:
     where, statement = f"{release.party}: {STATEMENT}", release.statement
-    if statement.get("base_sha256") != expectation.base_sha256:
+    if statement.get("base_sha256") != release_spec.base_sha256:
         raise ReleaseRefused("base-mismatch", f"{where}: base_sha256 = {statement.get('base_sha256')!r}", RESEND)
     try:
         mechanism = mechanism_from_statement(statement)
     except DpmergeError as error:
         raise ReleaseRefused("statement-inconsistent", f"{where}: {error.problem}", error.fix) from error
-    agreed = {"num_coordinates": _num_coordinates(terms.head, expectation), **terms.mechanism}
+    agreed = {"num_coordinates": _num_coordinates(terms.head, release_spec), **terms.mechanism}
     for name, wanted in sorted(agreed.items()):
         allowed = wanted if isinstance(wanted, tuple) else (wanted,)
         if not any(same(statement.get(name), value) for value in allowed):
@@ -224,9 +224,9 @@ def _check_form(release: Release, files: Mapping[str, bytes]) -> None:
             raise ReleaseRefused("form", f"{release.party}: {name} is not written as dpmerge writes it", RESEND)
 
 
-def _num_coordinates(head: Head, expectation: Expectation) -> int:
+def _num_coordinates(head: Head, release_spec: ReleaseSpec) -> int:
     """Return the length of the trainable vector: every LoRA tensor that is not shared, and a linear head."""
-    trained = [shape for key, shape in expectation.shapes.items() if key not in expectation.shared_a]
+    trained = [shape for key, shape in release_spec.shapes.items() if key not in release_spec.shared_a]
     if head.kind == "linear":
         trained += [tuple(tensor.shape) for tensor in (head.weight, head.bias) if tensor is not None]
     return sum(math.prod(shape) for shape in trained)

@@ -9,7 +9,7 @@ from dpmerge.common.printable import code
 from dpmerge.common.printable import markdown as _escaped
 from dpmerge.common.release.format import MERGE, MODULES, PICTURE, Release, by_party
 from dpmerge.common.statement.statement import mechanism_from_statement, sentence
-from dpmerge.server.merging.gate.compatibility import some
+from dpmerge.server.merging.gate.compatibility import listed
 from dpmerge.server.merging.gate.gate import Entry
 from dpmerge.server.merging.registry import METHODS
 
@@ -48,7 +48,7 @@ def merge_card(release: Release, entries: Sequence[Entry], *, materialized: bool
         tags=["lora", "merge", "dpmerge", *(["differential-privacy"] if private else [])],
     )
     sections = [
-        f"# Merged from {_escaped(some([entry['party'] for entry in release.merge['inputs']]))}",
+        f"# Merged from {_escaped(listed([entry['party'] for entry in release.merge['inputs']]))}",
         _what(base, materialized=materialized),
         "## Inputs",
         _inputs(release, entries),
@@ -87,7 +87,7 @@ def _inputs(release: Release, entries: Sequence[Entry]) -> str:
     weights = {entry["party"]: entry["weight"] for entry in (release.merge or {})["inputs"]}
     rows = ["| party | weight | ε | δ | unit | SHA-256 |", "|---|---|---|---|---|---|"]
     for entry in sorted(entries, key=lambda entry: entry.party):
-        delta = "–" if entry.delta is None else f"{entry.delta:g}"
+        delta = "–" if entry.target_delta is None else f"{entry.target_delta:g}"
         cells = (_escaped(entry.party), f"{weights[entry.party]:g}", entry.claim, delta, _escaped(entry.unit or "–"))
         rows.append(f"| {' | '.join(cells)} | `{entry.sha256}` |")
     return "\n".join(rows)
@@ -106,7 +106,7 @@ def _claim(entry: Entry) -> str:
         private = mechanism_from_statement(entry.statement).private
     except DpmergeError:
         private = None
-    if private is None or (private and (entry.epsilon is None or entry.delta is None)):
+    if private is None or (private and (entry.epsilon is None or entry.target_delta is None)):
         return f"{party} came with an incomplete privacy statement: nothing is claimed for it here."
     return _escaped(sentence(entry.statement))
 

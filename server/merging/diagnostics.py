@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import LARGEST, Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LARGEST, LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import gram, is_short, overflow, squared_norm, total_norm
 from dpmerge.server.merging.methods.geometry import cosines
 from dpmerge.server.merging.methods.recipe import Combined
@@ -37,14 +37,14 @@ def measures(modules: Modules, combined: Combined) -> dict[str, Any]:
     norm = _norm(inner, combined)
     if norm is not None and not norm <= LARGEST:
         raise overflow()
-    whole = math.hypot(norm or 0.0, lost)  # what is lost is orthogonal to what is kept
+    uncut_norm = math.hypot(norm or 0.0, lost)  # what is lost is orthogonal to what is kept
     return {
         "coefficient": combined.coefficient,
         "norms": _norms(modules) if inner is None else inner.diagonal().clamp(min=0).sqrt().tolist(),
         "overlap": None if inner is None else cosines(inner).tolist(),
         "norm": norm,
         "rank": max(factors.rank for factors in combined.modules.values()),
-        "truncation_error": lost / whole if whole else 0.0,
+        "truncation_error": lost / uncut_norm if uncut_norm else 0.0,
     }
 
 
@@ -80,7 +80,7 @@ def _norm_of_sum(inner: Tensor, combined: Combined) -> float | None:
     return math.sqrt(total) if total > CANCELLED * float(terms.abs().sum()) else None
 
 
-def _precision(factors: Sequence[Factors]) -> torch.dtype:
+def _precision(factors: Sequence[LowRankDelta]) -> torch.dtype:
     low, high = FP32_RANGE
     inside = all(norm == 0 or low <= norm <= high for item in factors for norm in item.norms())
     return torch.float32 if inside else torch.float64

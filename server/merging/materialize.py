@@ -74,7 +74,13 @@ def add_change(model: PreTrainedModel, merged: Merged) -> None:
 
 
 def save_model(model: PreTrainedModel, base: str, folder: Path) -> None:
-    """Write weights, configuration and, where the base model has one, its tokenizer into an existing folder."""
+    """Write weights, configuration and, where the base model has one, its tokenizer into an existing folder.
+
+    Args:
+        model: From `open_base`, changed.
+        base: Where the base model was opened from.
+        folder: An existing folder.
+    """
     model.save_pretrained(folder)
     try:
         source = str(model_folder(base)) if base in ASSETS else base

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dpmerge.common.release.format import PEFT_PREFIX, adapter_key
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.adapters.names import escaped
 from dpmerge.server.merging.adapters.settings import stated
 
@@ -15,8 +15,13 @@ KEPT_TASKS = frozenset({"CAUSAL_LM", "SEQ_2_SEQ_LM", "FEATURE_EXTRACTION"})
 """Tasks whose models PEFT opens without a head in the adapter; under any other it looks for one."""
 
 
-def tensors_of(modules: Mapping[str, Factors], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
-    """Return merged factors under PEFT's keys, those of embeddings under their own."""
+def tensors_of(modules: Mapping[str, LowRankDelta], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """Return merged factors under PEFT's keys, those of embeddings under their own.
+
+    Args:
+        modules: Module → merged factors, scaling 1.
+        adapters: What was merged; they tell which modules are embeddings.
+    """
     embeddings = frozenset[str]().union(*(adapter.embeddings for adapter in adapters))
     tensors = {}
     for name, factors in modules.items():
@@ -39,13 +44,13 @@ def saved_modules(adapters: Sequence[Adapter]) -> dict[str, Tensor]:
     }
 
 
-def peft_config(modules: Mapping[str, Factors], adapters: Sequence[Adapter]) -> dict[str, Any]:
+def peft_config(modules: Mapping[str, LowRankDelta], adapters: Sequence[Adapter]) -> dict[str, Any]:
     """Describe merged factors to PEFT: modules by their full names, each with its own rank, and a scaling of 1.
 
     Nothing is copied: what all inputs agree on is stated again, and every other setting is left to PEFT's default.
 
     Args:
-        modules: Factors with scaling 1.
+        modules: LowRankDelta with scaling 1.
         adapters: What was merged; the base model has the first one's name.
     """
     ranks = {name: factors.rank for name, factors in modules.items()}
@@ -78,6 +83,10 @@ def rank_pattern(ranks: Mapping[str, int], common: int) -> dict[str, int]:
 
     Modules whose last name always goes with one rank share a pattern; others are named in full from the start, so that
     `proj_out` is not taken for the end of `blocks.0.proj_out`.
+
+    Args:
+        ranks: Module → rank.
+        common: The rank that `r` states.
 
     >>> rank_pattern({"proj_out": 2, "blocks.0.proj_out": 4, "0.q": 3, "1.q": 3}, 4)
     {'^proj_out': 2, 'q': 3}

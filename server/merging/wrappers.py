@@ -11,14 +11,14 @@ from torch import Tensor
 
 from dpmerge.common.config.sections import Robust
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import LARGEST, Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LARGEST, LowRankDelta, Modules
 from dpmerge.server.merging.adapters.patterns import PatternRefused, first_matches, matches
 from dpmerge.server.merging.low_rank.algebra import gram, weighted_sum
-from dpmerge.server.merging.methods.geometry import borrowed, overlaps, split
+from dpmerge.server.merging.low_rank.cores import stacked_bases
+from dpmerge.server.merging.methods.geometry import overlaps, split, wiener_weights
 from dpmerge.server.merging.methods.linear import shares
 from dpmerge.server.merging.methods.recipe import Combined, Method, Recipe, per_module
-from dpmerge.server.merging.methods.singular import stacked_bases
-from dpmerge.server.merging.noise.shares import Noise
+from dpmerge.server.merging.noise.noise import Noise
 
 MAX_STEPS = 1000
 TOLERANCE = 1e-10  # change of a weight
@@ -41,7 +41,7 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
     References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
     """
 
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         bases = _bases(factors)
         combined = method({name: coordinates(*bases, factors)}, recipe)
         return _lifted(*bases, combined.modules[name]), combined.lost[name]
@@ -58,12 +58,17 @@ def in_core(method: Method, modules: Modules, recipe: Recipe, *, whole_model: bo
     return replace(combined, modules=lifted)
 
 
-def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[Factors]) -> tuple[Factors, ...]:
+def coordinates(q_b: Tensor, q_a: Tensor, factors: Sequence[LowRankDelta]) -> tuple[LowRankDelta, ...]:
     """Return every party's factors in orthonormal bases (columns): Q_Bᵀ b, a Q_A, in float64.
 
     Equal a's stay equal bit by bit, so that parties who share one are still seen to do so.
+
+    Args:
+        q_b: Orthonormal columns [out, k].
+        q_a: Orthonormal columns [in, l].
+        factors: Every party's change of one module, [out, in].
     """
-    return tuple(Factors(item.a.double() @ q_a, q_b.T @ item.b.double(), item.scaling) for item in factors)
+    return tuple(LowRankDelta(item.a.double() @ q_a, q_b.T @ item.b.double(), item.scaling) for item in factors)
 
 
 def party_norms(modules: Modules) -> list[float]:
@@ -120,6 +125,11 @@ def median_weights(inner: Tensor, weights: Sequence[float]) -> list[float]:
 def bounded(modules: Modules, recipe: Recipe, robust: Robust) -> tuple[Modules, Recipe, dict[str, Any]]:
     """Bound one party's influence: by its length, or by the geometric median's weights.
 
+    Args:
+        modules: What to merge.
+        recipe: As the method would take it.
+        robust: How.
+
     Returns:
         What the method gets in place of its modules and recipe, and an account of what was done.
     """
@@ -134,13 +144,13 @@ def denoised(modules: Modules, noise: Sequence[Noise]) -> Modules:
     """Return, in place of every party's change, the best linear prediction of its signal from all parties' changes.
 
     Related parties borrow from each other as far as their signals are alike and their noise is not; see
-    `geometry.borrowed`. Without noise nothing changes.
+    `geometry.wiener_weights`. Without noise nothing changes.
 
     Args:
         modules: What to merge.
         noise: How much of each party's change is noise.
     """
-    rows = borrowed(*split(overlaps(modules).cpu(), noise)).tolist()
+    rows = wiener_weights(*split(overlaps(modules).cpu(), noise)).tolist()
     return _Made(modules, lambda items: tuple(weighted_sum(items, row) for row in rows))
 
 
@@ -149,6 +159,10 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
 
     As in PEFT's `rank_pattern`, a pattern matches a whole tail of a dotted name, and the first that does wins.
 
+    Args:
+        combined: What a method returned.
+        scales: Pattern of module names → finite factor.
+
     Raises:
         DpmergeError: DPM-103 for a factor that is not finite, or a pattern that names no module.
     """
@@ -156,7 +170,7 @@ def scale_layers(combined: Combined, scales: Mapping[str, float]) -> Combined:
         return combined
     chosen = _chosen(scales, combined.modules, "layer_scales")
     merged = {
-        name: item if chosen[name] == 1 else Factors(item.a, item.b * chosen[name], item.scaling)
+        name: item if chosen[name] == 1 else LowRankDelta(item.a, item.b * chosen[name], item.scaling)
         for name, item in combined.modules.items()
     }
     lost = {name: abs(chosen[name]) * value for name, value in combined.lost.items()}
@@ -205,13 +219,13 @@ def _chosen(scales: Mapping[str, float], names: Collection[str], where: str) -> 
     return {name: scales[found[name]] if name in found else 1.0 for name in names}
 
 
-class _Made(Mapping[str, tuple[Factors, ...]]):
+class _Made(Mapping[str, tuple[LowRankDelta, ...]]):
     """Modules whose factors are made from others as they are read."""
 
-    def __init__(self, modules: Modules, make: Callable[[tuple[Factors, ...]], tuple[Factors, ...]]) -> None:
+    def __init__(self, modules: Modules, make: Callable[[tuple[LowRankDelta, ...]], tuple[LowRankDelta, ...]]) -> None:
         self._modules, self._make = modules, make
 
-    def __getitem__(self, name: str) -> tuple[Factors, ...]:
+    def __getitem__(self, name: str) -> tuple[LowRankDelta, ...]:
         return self._make(self._modules[name])
 
     def __iter__(self) -> Iterator[str]:
@@ -221,15 +235,15 @@ class _Made(Mapping[str, tuple[Factors, ...]]):
         return len(self._modules)
 
 
-def _scaled(factors: tuple[Factors, ...], by: Sequence[float]) -> tuple[Factors, ...]:
+def _scaled(factors: tuple[LowRankDelta, ...], by: Sequence[float]) -> tuple[LowRankDelta, ...]:
     return tuple(replace(item, scaling=item.scaling * factor) for item, factor in zip(factors, by, strict=True))
 
 
-def _bases(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
+def _bases(factors: Sequence[LowRankDelta]) -> tuple[Tensor, Tensor]:
     (q_b, _), (q_a, _) = stacked_bases(factors, [1.0] * len(factors))
     return q_b, q_a
 
 
-def _lifted(q_b: Tensor, q_a: Tensor, item: Factors) -> Factors:
+def _lifted(q_b: Tensor, q_a: Tensor, item: LowRankDelta) -> LowRankDelta:
     q_b, q_a = q_b.double(), q_a.double()
-    return Factors((item.a.to(q_a) @ q_a.T).float(), (q_b @ item.b.to(q_b)).float(), item.scaling)
+    return LowRankDelta((item.a.to(q_a) @ q_a.T).float(), (q_b @ item.b.to(q_b)).float(), item.scaling)

@@ -69,6 +69,10 @@ def _safe(value: Any) -> Any:
 def number(value: float | None, digits: int = 3) -> str:
     """A number in at most `digits` significant digits, or a dash.
 
+    Args:
+        value: What is shown, or None for a dash.
+        digits: Significant digits.
+
     >>> number(1.23456), number(2800), number(1e-5), number(None)
     ('1.23', '2800', '1e-05', '–')
     """

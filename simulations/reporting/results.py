@@ -240,6 +240,10 @@ def _party(row: Mapping[str, Any]) -> PartyResult:
 def write_results(folder: Path, results: Results) -> None:
     """Write `results.json` and `results.csv` into an existing folder, each in one step.
 
+    Args:
+        folder: The run's folder.
+        results: What the run found.
+
     Raises:
         ValueError: If a number is NaN or infinite, which JSON does not have.
     """

@@ -17,6 +17,10 @@ def epsilon(party: PartyResult) -> str:
 def percent(value: float | None, error: float | None) -> str:
     """A share as percent with its standard error.
 
+    Args:
+        value: A share, or None.
+        error: Its standard error, or None.
+
     >>> percent(0.8123, 0.0148), percent(None, None)
     ('81.2 ±1.5', '–')
     """

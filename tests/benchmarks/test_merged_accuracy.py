@@ -12,8 +12,9 @@ from dpmerge.common.encoder.base_model import adapter_config, load_base, lora_sh
 from dpmerge.common.encoder.heads import label_text_head
 from dpmerge.common.release.format import to_files, write_files
 from dpmerge.server.evaluation.evaluate import PublicTask, evaluate
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 BASE, TASK, MAX_LENGTH = "minilm-l3", "product", 16
@@ -39,7 +40,7 @@ def adapter() -> Adapter:
     base, lora = load_base(BASE), LoraSettings(layers="last:2")
     generator = torch.Generator().manual_seed(1)
     modules = {
-        name: Factors(
+        name: LowRankDelta(
             torch.randn(lora.rank, width_in, generator=generator) * width_in**-0.5,
             torch.randn(width_out, lora.rank, generator=generator) * 0.05,
         )
@@ -49,7 +50,7 @@ def adapter() -> Adapter:
 
 
 def test_answers_are_those_of_the_product(merged_accuracy, examiner, adapter, tmp_path):
-    merged = merge([adapter], method="average")
+    merged = merge([adapter], spec_of("average"))
     write_files(tmp_path / "merged", to_files(as_release(merged, [adapter])))
     base = load_base(BASE)
     head = label_text_head(base, TASKS[TASK].labels)

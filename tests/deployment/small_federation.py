@@ -56,10 +56,10 @@ def write_small_federation(folder: Path) -> Path:
     return path
 
 
-def collect_directly(plans, terms, reception, founding, out, *, num_cpus, progress) -> Collection:
+def collect_directly(plans, terms, reception, simulated, out, *, num_cpus, progress) -> Collection:
     """What Flower does, without Flower: each party's answer to the server, and the server's to the party."""
     collection = Collection()
-    for site in sites_of(plans, founding, out, num_threads=1):
+    for site in sites_of(plans, simulated, out, num_threads=1):
         outcome = answer(site, terms)
         if outcome.code:
             collection.refuse(outcome.party, outcome.code, outcome.reason)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpmerge.simulations.keys import found
+from dpmerge.simulations.keys import create_federation
 from tests.deployment.small_federation import NAMES, write_small_federation
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Deployment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         write_small_federation(folder)
-        found(folder, NAMES)
+        create_federation(folder, NAMES)
         for name in ("pids", "logs", "home/operator"):
             (folder / name).mkdir(parents=True)
         ports = free_ports(1 + len(NAMES))

@@ -34,9 +34,10 @@ from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation, PartyTerms
+from dpmerge.server.intake.validation import PartyTerms, ReleaseSpec
 from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 from dpmerge.simulations.flower import SimulatedSite
 from tests.release_changes import Files, edit, scaled
 from tests.release_changes import put as put_tensor
@@ -258,7 +259,7 @@ def open_reception(folder: Path, changes: Mapping[str, Any]) -> Reception:
     terms = PartyTerms(
         head=release().heads["shop"], mechanism={name: told[name] for name in AGREED} | {"private": True}, epsilon=1.0
     )
-    expectation = Expectation(
+    release_spec = ReleaseSpec(
         parties={"shop": terms, "cinema": terms},
         base_sha256="c" * 64,
         adapter_config=ADAPTER_CONFIG,
@@ -266,7 +267,7 @@ def open_reception(folder: Path, changes: Mapping[str, Any]) -> Reception:
         shared_a={A: release().adapter[A]},
         max_bytes=MAX_BYTES,
     )
-    settings: dict[str, Any] = {"federation": FEDERATION, "expectation": expectation, "keys": KEYS, "key": SERVER_KEY}
+    settings: dict[str, Any] = {"federation": FEDERATION, "release_spec": release_spec, "keys": KEYS, "key": SERVER_KEY}
     places = {"spool": Spool(folder / "spool"), "receipts": Receipts(folder / "receipts")}
     return Reception(**settings | places | dict(changes))
 
@@ -304,7 +305,7 @@ def deliver(
 
 def merged(spool: Spool) -> Files:
     adapters = [adapter_from_files(files, party) for party, files in spool.releases().items()]
-    return to_files(as_release(merge(adapters, seed=7, method="average"), adapters))
+    return to_files(as_release(merge(adapters, spec_of("average", seed=7)), adapters))
 
 
 def contents(folder: Path) -> Files:

@@ -6,7 +6,7 @@ killed process can leave is test_kills.py's matter; here it is what Flower's pro
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from dpmerge.common.release.format import release_files, to_files
 from dpmerge.server.intake.spool import open_spool
 from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.federation import spec_of_settings
 from tests.deployment.small_federation import NAMES
 from tests.deployment.superlink import Deployment
 
@@ -107,4 +108,4 @@ def merged(folder: Path) -> dict[str, bytes]:
     federation = load_federation(folder / "federation.toml")
     releases = open_spool(folder / "spool").releases()
     adapters = [adapter_from_files(files, party) for party, files in releases.items()]
-    return to_files(as_release(merge(adapters, seed=federation.run.seed, **asdict(federation.merge)), adapters))
+    return to_files(as_release(merge(adapters, spec_of_settings(federation.merge, seed=federation.run.seed)), adapters))

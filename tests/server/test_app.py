@@ -35,7 +35,7 @@ from dpmerge.server.intake import reception as reception_module
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation
+from dpmerge.server.intake.validation import ReleaseSpec
 from tests.signed_releases import FEDERATION, KEY, KEYS, SERVER_KEY, STRANGER, signed_files, statement
 
 SHOP = signed_files()
@@ -82,7 +82,7 @@ def reception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reception:
     parties: Any = dict.fromkeys(("shop", "cinema"))
     return Reception(
         federation=FEDERATION,
-        expectation=Expectation(parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}),
+        release_spec=ReleaseSpec(parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}),
         keys=KEYS,
         key=SERVER_KEY,
         spool=Spool(tmp_path / "spool"),

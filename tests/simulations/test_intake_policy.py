@@ -7,9 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from dpmerge.common.config.federation import Federation, IntakeSettings, load_federation
+from dpmerge.common.config.federation import Federation, IntakeSettings, MergeSettings, load_federation
+from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import release_files
 from dpmerge.server.intake.spool import Spool
+from dpmerge.server.merging.spec.federation import checked
 from dpmerge.simulations import federation as federation_module
 from dpmerge.simulations.progress import Progress
 from dpmerge.simulations.reporting.results import load_results
@@ -55,10 +57,21 @@ def run(patch, federation, out, *, silent=(), **intake):
     settings = replace(federation, intake=IntakeSettings(**intake))
     mode = "resume" if out.exists() else "new"
     if out.exists():
-        (out / "run.json").write_text(json.dumps(settings.to_dict()))  # as if it had been started with them
+        (out / "run.json").write_text(json.dumps(checked(settings).to_dict()))  # as if it had been started with them
     results = federation_module.run(settings, out, mode=mode, num_cpus=1, progress=Progress("silent"))
     assert load_results(out) == results
     return started, results
+
+
+def test_a_merge_that_no_method_takes_is_refused_before_anybody_trains(monkeypatch, federation, tmp_path):
+    started = []
+    monkeypatch.setattr(federation_module, "collect", lambda *_, **__: started.append("a party"))
+    monkeypatch.setattr(federation_module, "load_base", lambda *_: started.append("the base model"))
+    bad = federation.with_merge(MergeSettings(method="ties", parameters={"outliers": 0.1}))
+    with pytest.raises(DpmergeError, match=r"DPM-103: merge\.outliers = 0\.1 is no parameter of ties"):
+        federation_module.run(bad, tmp_path / "run", mode="new", num_cpus=1, progress=Progress("silent"))
+    assert started == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def rows(results):

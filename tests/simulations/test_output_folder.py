@@ -10,7 +10,7 @@ import pytest
 from dpmerge.client.budget.ledger import Ledger
 from dpmerge.common.errors import DpmergeError
 from dpmerge.simulations import output_folder
-from dpmerge.simulations.output_folder import RUN_FILE, locked, prepare_output
+from dpmerge.simulations.output_folder import MARKER, RUN_FILE, check_output, locked, prepare_output
 
 
 def test_overwriting_keeps_every_ledger_and_closes_what_was_never_released(tmp_path):
@@ -115,3 +115,32 @@ def test_leftovers_of_killed_processes_are_removed(run):
         place.mkdir()
     prepare_output(run, "resume")
     assert not any(place.exists() for place in places)
+
+
+def test_the_output_folder_is_replaced_only_if_it_is_a_run(tmp_path):
+    run = tmp_path / "a" / "run"
+    prepare_output(run, "new")
+    prepare_output(run, "resume")
+    (run / "results.json").write_text("{}")
+    with pytest.raises(DpmergeError, match="DPM-301"):
+        prepare_output(run, "new")
+    prepare_output(run, "overwrite")
+    assert [path.name for path in run.iterdir()] == [MARKER]
+    (run / MARKER).unlink()
+    (run / "results.json").write_text("someone else's")
+    with pytest.raises(DpmergeError, match="holds no run"):
+        prepare_output(run, "overwrite")
+    assert (run / "results.json").exists()
+
+
+def test_a_link_is_not_followed_into_removal(tmp_path):
+    prepare_output(tmp_path / "run", "new")
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with pytest.raises(DpmergeError, match="DPM-301"):
+        check_output(tmp_path / "link", "overwrite")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(DpmergeError, match="DPM-301"):
+        prepare_output(tmp_path / "file" / "run", "new")

@@ -18,7 +18,12 @@ ROWS_AT_ONCE = 512
 
 
 def read_parquet(path: Path, wanted: Iterable[str]) -> Table:
-    """Read the wanted columns of a Parquet file."""
+    """Read the wanted columns of a Parquet file.
+
+    Args:
+        path: The file.
+        wanted: Names of the columns to read.
+    """
     from pyarrow import parquet  # type: ignore[import-untyped]  # has no stubs
 
     file = parquet.ParquetFile(path)
@@ -29,12 +34,17 @@ def read_parquet(path: Path, wanted: Iterable[str]) -> Table:
 
 
 def read_saved(data: Any, wanted: Iterable[str]) -> Table:
-    """Read the wanted columns of a `datasets.Dataset`."""
+    """Read the wanted columns of a `datasets.Dataset`.
+
+    Args:
+        data: One split of a saved data set.
+        wanted: Names of the columns to read.
+    """
     columns = tuple(data.column_names)
     readable = [name for name in dict.fromkeys(wanted) if name in columns]
     names = {key: getattr(data.features[key], "names", None) for key in readable}
     batches = data.select_columns(readable).with_format("arrow").iter(batch_size=ROWS_AT_ONCE) if readable else ()
-    return Table(_rows(batches, readable), columns, {key: tuple(some) for key, some in names.items() if some})
+    return Table(_rows(batches, readable), columns, {key: tuple(classes) for key, classes in names.items() if classes})
 
 
 def _rows(batches: Iterable[Any], columns: list[str]) -> Iterator[Row]:

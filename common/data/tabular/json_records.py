@@ -39,7 +39,12 @@ def read_json_array(path: Path) -> Table:
 
 
 def read_json_columns(path: Path, wanted: Iterable[str]) -> Table:
-    """Read an object of columns, each an object of cells by the key of their row."""
+    """Read an object of columns, each an object of cells by the key of their row.
+
+    Args:
+        path: The file.
+        wanted: Names of the columns to read.
+    """
     return Table(_joined(path, tuple(wanted)), None)
 
 
@@ -92,23 +97,36 @@ def _joined(path: Path, wanted: tuple[str, ...]) -> Iterator[Row]:
         yield Row(f"key {key[:40]!r}", problem=NOT_A_RECORD) if broken else Row(f"key {key[:40]!r}", cells)
 
 
+class _Held:
+    """Bytes of one value, so many and no more."""
+
+    def __init__(self) -> None:
+        self._bytes, self._is_too_long = bytearray(), False
+
+    def add(self, part: bytes) -> None:
+        """Hold more bytes; too many are not held at all."""
+        self._is_too_long = self._is_too_long or len(self._bytes) + len(part) > MAX_RECORD_BYTES
+        if self._is_too_long:
+            self._bytes.clear()
+        else:
+            self._bytes.extend(part)
+
+    def take(self) -> bytes | None:
+        """Return what is held, None for too many bytes, and begin anew."""
+        held = None if self._is_too_long else bytes(self._bytes)
+        self._bytes.clear()
+        self._is_too_long = False
+        return held
+
+
 def _scan(pieces: Iterable[bytes], deepest: int) -> Iterator[tuple[int, bytes, bytes | None]]:
     """Yield the marks `[ ] { } , :` outside strings that are at most `deepest` brackets deep.
 
     Each comes as (depth after it, mark, bytes since the mark before it, deeper ones included); None stands for too many
     bytes. At depth 1 only the kind of bracket that was opened closes. The end of the file comes as an empty mark.
     """
-    held, is_too_long = bytearray(), False
+    held = _Held()
     depth, in_string, is_escaped, outermost = 0, False, False, b""
-
-    def hold(part: bytes) -> None:
-        nonlocal is_too_long
-        is_too_long = is_too_long or len(held) + len(part) > MAX_RECORD_BYTES
-        if is_too_long:
-            held.clear()
-        else:
-            held.extend(part)
-
     for piece in pieces:
         start, position = 0, 1 if is_escaped and piece else 0
         is_escaped = is_escaped and not piece
@@ -134,9 +152,8 @@ def _scan(pieces: Iterable[bytes], deepest: int) -> Iterator[tuple[int, bytes, b
                 depth -= 1
             if max(before, depth) > deepest:
                 continue
-            hold(piece[start : match.start()])
-            yield depth, mark, None if is_too_long else bytes(held)
-            held.clear()
-            is_too_long, start = False, position
-        hold(piece[start:])
-    yield depth, b"", None if is_too_long else bytes(held)
+            held.add(piece[start : match.start()])
+            yield depth, mark, held.take()
+            start = position
+        held.add(piece[start:])
+    yield depth, b"", held.take()

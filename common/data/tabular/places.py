@@ -104,7 +104,12 @@ def _saved(path: str | Path, folder: Path, split: str, wanted: Wanted) -> Table:
 
 
 def files_of_split(place: Path, split: str) -> list[Path]:
-    """Return the files that hold a split of a data-set folder, none where it has no such split; a file is itself."""
+    """Return the files that hold a split of a data-set folder, none where it has no such split; a file is itself.
+
+    Args:
+        place: A folder.
+        split: Name of the split, or nothing.
+    """
     if (place / "dataset_dict.json").is_file():  # `save_to_disk` writes a folder for each split
         return files_at(place / split) if (place / split).is_dir() else []
     if not place.is_dir() or (place / "state.json").is_file():

@@ -96,7 +96,7 @@ class ReadReport:
     @property
     def num_dropped(self) -> int:
         """How many were left out."""
-        return sum(some.count for some in self.dropped)
+        return sum(drop.count for drop in self.dropped)
 
     def lines(self) -> list[str]:
         """Return the table in words, a line per reason.
@@ -111,7 +111,7 @@ class ReadReport:
 
     def reasons(self) -> tuple[str, ...]:
         """Return count, reason and first place of those left out, a text per reason."""
-        return tuple(f"{some.count} x {some.reason} (first: {some.first})" for some in self.dropped)
+        return tuple(f"{drop.count} x {drop.reason} (first: {drop.first})" for drop in self.dropped)
 
 
 class Tally:
@@ -123,7 +123,12 @@ class Tally:
         self.num_cut = 0
 
     def drop(self, reason: str, place: str) -> None:
-        """Note that a record is left out."""
+        """Note that a record is left out.
+
+        Args:
+            reason: Why the record cannot be used.
+            place: Where it stands.
+        """
         self._first.setdefault(reason, place)
         self._counts[reason] = self._counts.get(reason, 0) + 1
 

@@ -49,6 +49,10 @@ def base_id(name: object) -> str:
 def same_name(one: str, other: str) -> bool:
     """Tell whether two names from `base_id` can be of one model; an organisation that only one has is no matter.
 
+    Args:
+        one: A base model's name, as an adapter states it.
+        other: Another.
+
     >>> same_name("alice/chat", "chat"), same_name("alice/chat", "bob/chat")
     (True, False)
     """
@@ -69,7 +73,12 @@ def quantised_copy(name: str) -> tuple[str, str] | None:
 
 
 def difference(name: str, usual: str) -> str:
-    """Say in what two base models differ, where their names tell; empty otherwise."""
+    """Say in what two base models differ, where their names tell; empty otherwise.
+
+    Args:
+        name: The name that one adapter gives.
+        usual: The name that others give.
+    """
     for one, other in ((name, usual), (usual, name)):
         copy, original = quantised_copy(one), quantised_copy(other)
         if copy and same_name(copy[0].casefold(), (original[0] if original else other).casefold().rpartition("/")[2]):

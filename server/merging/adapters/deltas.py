@@ -2,7 +2,7 @@
 
 Reads releases, merged models and plain PEFT adapter folders alike. A module that a party does not adapt has delta 0,
 which is a factor pair of rank 0; so ragged ranks, absent modules and shared or independent A all are the same case to
-the methods. Factors of a folder stay in their file until a method looks at them, one party and module at a time.
+the methods. LowRankDelta of a folder stay in their file until a method looks at them, one party and module at a time.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ LARGEST = torch.finfo(torch.float32).max  # of any number in a change, whoever m
 
 
 @dataclass(frozen=True, eq=False)
-class Factors:
+class LowRankDelta:
     """One low-rank weight change, τ = scaling · b a.
 
     `a` and `b` of what is stored are read at each look, so that holding factors costs nothing: look once.
@@ -63,7 +63,7 @@ class Factors:
         source_b: [out, rank], or where it is stored.
         scaling: alpha/rank, or alpha/√rank with rsLoRA; 1 for everything that a merge returns.
 
-    >>> Factors(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
+    >>> LowRankDelta(torch.ones(1, 2), torch.ones(3, 1), 2.0).delta()
     tensor([[2., 2.],
             [2., 2.],
             [2., 2.]])
@@ -102,10 +102,10 @@ class Factors:
         """Return the full weight change [out, in] in fp32."""
         return (self.b.float() * self.scaling) @ self.a.float()
 
-    def on(self, device: torch.device | str) -> "Factors":
+    def on(self, device: torch.device | str) -> "LowRankDelta":
         """Return the same weight change with its factors, or where they are read to, on a device."""
         place = torch.device(device)
-        return Factors(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
+        return LowRankDelta(_on(self.source_a, place), _on(self.source_b, place), self.scaling)
 
     def norms(self) -> tuple[float, float]:
         """Return ‖A‖ and ‖B‖; of what is stored they are known from when the file was opened."""
@@ -135,7 +135,7 @@ def _on(source: Source, device: torch.device) -> Source:
     return source.to(device) if isinstance(source, Tensor) else replace(source, device=device)
 
 
-Modules = Mapping[str, tuple[Factors, ...]]
+Modules = Mapping[str, tuple[LowRankDelta, ...]]
 """Per module the factors of every party, in one order of parties throughout."""
 
 
@@ -145,7 +145,7 @@ class Adapter:
 
     Attributes:
         party: Who it comes from; a folder's name for a plain PEFT adapter.
-        modules: Factors per module, named as in the base model.
+        modules: LowRankDelta per module, named as in the base model.
         config: PEFT's configuration.
         sha256: Hash of its files, as of a release.
         base_sha256: The base model's hash, if a statement or the record of a merge says it.
@@ -158,7 +158,7 @@ class Adapter:
     """
 
     party: str
-    modules: Mapping[str, Factors]
+    modules: Mapping[str, LowRankDelta]
     config: dict[str, Any]
     sha256: str
     base_sha256: str | None = None
@@ -198,14 +198,7 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     Raises:
         DpmergeError: DPM-402 for a folder without a LoRA adapter in safetensors; DPM-401 for malformed files.
     """
-    fix = "name a folder with a LoRA adapter in safetensors"
-    if not folder.is_dir():
-        raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
-    names = set(names_in(folder, MAX_NAMES))
-    if ADAPTER not in names or CONFIG not in names:
-        pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
-        problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
-        raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
+    names = _names_in_adapter(folder)
     known = names & {ADAPTER, CONFIG, HEAD, STATEMENT, MERGE, MODULES}
     origin = party or folder.name
     released = STATEMENT in known or MERGE in known
@@ -224,12 +217,25 @@ def read_adapter(folder: Path, party: str | None = None, base: str = "") -> Adap
     if STATEMENT in known and SIGNATURE in names:
         _check_signed(_read(folder, SIGNATURE, origin, links=False), hashes, origin)
     tensors, saved = found[ADAPTER], found[MODULES]
-    whole = hash_of_hashes(hashes)
+    sha256 = hash_of_hashes(hashes)
     if released:
         release = release_around({}, files, origin, max_json_bytes=MAX_LOCAL_JSON_BYTES)
-        return _of_release(release, tensors, saved, origin, whole)
+        return _of_release(release, tensors, saved, origin, sha256)
     config = parse_json(files[CONFIG], f"{origin}: {CONFIG}", MAX_LOCAL_JSON_BYTES)
-    return _of_peft(tensors, config, origin, whole, base)
+    return _of_peft(tensors, config, origin, sha256, base)
+
+
+def _names_in_adapter(folder: Path) -> set[str]:
+    """List a folder, which must hold an adapter in safetensors."""
+    fix = "name a folder with a LoRA adapter in safetensors"
+    if not folder.is_dir():
+        raise DpmergeError("DPM-402", f"{folder} is no folder", fix)
+    names = set(names_in(folder, MAX_NAMES))
+    if ADAPTER not in names or CONFIG not in names:
+        pickles = sorted(name for name in names if Path(name).suffix in PICKLES)
+        problem = f"holds only pickled weights ({', '.join(pickles)})" if pickles else f"lacks {CONFIG} or {ADAPTER}"
+        raise DpmergeError("DPM-402", f"{folder} {problem}", fix)
+    return names
 
 
 def _check_signed(signature: bytes, hashes: Mapping[str, str], origin: str) -> None:
@@ -268,13 +274,13 @@ def adapter_from_files(files: Mapping[str, bytes], party: str) -> Adapter:
     Raises:
         DpmergeError: DPM-402 for what is no plain LoRA; DPM-401 for malformed files.
     """
-    whole = release_hash(files)
+    sha256 = release_hash(files)
     if STATEMENT in files or MERGE in files:
         release = release_from_files(files, party)
-        return _of_release(release, release.adapter, release.modules, party, whole)
+        return _of_release(release, release.adapter, release.modules, party, sha256)
     config = parse_json(files[CONFIG], f"{party}: {CONFIG}")
     tensors, _ = parse_tensors(files[ADAPTER], f"{party}: {ADAPTER}", DTYPES)
-    return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, whole)
+    return _of_peft({key: tensor.float() for key, tensor in tensors.items()}, config, party, sha256)
 
 
 def _of_peft(tensors: Mapping[str, Plain], config: dict[str, Any], party: str, sha256: str, base: str = "") -> Adapter:
@@ -329,10 +335,16 @@ def _check_statement(release: Release, tensors: Mapping[str, Source], party: str
         raise ReleaseRefused("statement-inconsistent", problem, fix)
 
 
-def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, Factors]:
-    """Return the change of every module of an adapter; see `read_contents`."""
+def lora_factors(tensors: Mapping[str, Plain], config: Mapping[str, Any], party: str) -> dict[str, LowRankDelta]:
+    """Return the change of every module of an adapter; see `read_contents`.
+
+    Args:
+        tensors: Key → tensor, as PEFT wrote them.
+        config: adapter_config.json.
+        party: Whose adapter it is, for refusals.
+    """
     return _factors(read_contents(tensors, config, party))
 
 
-def _factors(found: Contents) -> dict[str, Factors]:
-    return {name: Factors(*pair) for name, pair in found.pairs.items()}
+def _factors(found: Contents) -> dict[str, LowRankDelta]:
+    return {name: LowRankDelta(*pair) for name, pair in found.pairs.items()}

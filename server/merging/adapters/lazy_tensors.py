@@ -12,10 +12,10 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -98,10 +98,7 @@ def open_tensors(
         head = file.read(8)
         head += file.read(min(int.from_bytes(head, "little"), MAX_LOCAL_HEADER_BYTES))
         header, _ = parse_header(head, os.fstat(file.fileno()).st_size, origin, dtypes, MAX_LOCAL_HEADER_BYTES)
-        for key, entry in header.items():
-            if math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize > MAX_TENSOR_BYTES:
-                problem = f"{origin}: {key} has more than {MAX_TENSOR_BYTES} bytes"
-                raise ReleaseRefused("shape", problem, FIX)
+        _check_sizes(header, origin)
         try:
             with safe_open(path, "pt"):
                 start = 8 + int.from_bytes(head[:8], "little")  # offsets now agree with dtypes, shapes and size,
@@ -120,6 +117,12 @@ def open_tensors(
                 raise ReleaseRefused("non-finite", place, "find out why training diverged")
             tensors[key] = StoredTensor(path, place, start + entry["data_offsets"][0], shape, dtype, norm, sha256)
     return {key: tensors[key] for key in sorted(tensors)}, digest.hexdigest()
+
+
+def _check_sizes(header: Mapping[str, Any], origin: str) -> None:
+    for key, entry in header.items():
+        if math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize > MAX_TENSOR_BYTES:
+            raise ReleaseRefused("shape", f"{origin}: {key} has more than {MAX_TENSOR_BYTES} bytes", FIX)
 
 
 def frobenius(tensor: Tensor) -> float:
@@ -147,5 +150,5 @@ def _next(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype, origin: st
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    whole: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
-    return whole
+    view: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return view

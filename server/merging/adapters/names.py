@@ -62,6 +62,10 @@ def read_key(key: str, party: str) -> tuple[str, Part]:
 
     Of the part "saved", a whole module beside LoRA, it is the name of the tensor itself, such as `classifier.weight`.
 
+    Args:
+        key: A tensor's key, as PEFT wrote it.
+        party: Whose adapter it is, for refusals.
+
     Raises:
         DpmergeError: DPM-402 for a key that has no place in a merge, or a name that no module of a base model has.
     """
@@ -86,7 +90,12 @@ def escaped(name: str) -> str:
 
 
 def has_tail(name: str, tails: Iterable[str]) -> bool:
-    """Tell whether PEFT finds a module by a list of names: one of them is the name, or the end of it after a dot."""
+    """Tell whether PEFT finds a module by a list of names: one of them is the name, or the end of it after a dot.
+
+    Args:
+        name: A module's dotted name.
+        tails: Ends of dotted names.
+    """
     return any(name == tail or name.endswith(f".{tail}") for tail in tails)
 
 

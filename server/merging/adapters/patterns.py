@@ -1,67 +1,47 @@
 r"""Rank and alpha patterns: regular expressions that somebody else wrote, matched as PEFT matches them.
 
-Python's engine tries the ways in which a pattern may fit a name one after the other, and a pattern can be made to have
-more of them than anybody waits for: here, and again when PEFT opens the adapter. So only forms are taken whose ways can
-be counted beforehand:
+PEFT matches with Python's engine, which tries the ways in which a pattern may fit a name one after the other, and a
+pattern can be made to have more of them than anybody waits for. RE2 (Google's, by `re2`) takes time in proportion to
+the pattern's program and the name, and its memory is bounded; so it decides here. What it has no linear way for is
+refused: lookaround, backreferences, possessive repetition. So is what the two engines read differently, for the
+answer has to be PEFT's:
 
-    q_proj  layers.0.  \.  \d  [0-9]  [^.]     a character of the name each; a dot is any
-    .*  \d+  x?                                such a character repeated, greedily or not
-    (q|k|v)_proj  (?:up|gate)?                 alternatives, with nothing repeated inside
-    ^model  proj$                              the ends of the name
-
-and `|` between whole patterns. Everything else is refused, above all what is repeated as a group: `(a+)+`.
+    (?i) (?P<n>…) (?#…)    flags, names and comments; only (?:…) is taken
+    \1  \12                a group's text in Python, a character's number in RE2
+    x{,3}                  "at most three" in Python, the signs themselves in RE2
+    [[:alpha:]]            signs in Python, letters in RE2
+    \d \w \s \b …          among names with letters beyond ASCII, which Python's classes know
 
 A pattern without repetition or choice, such as a module's name in full, fits texts of one length only. However many of
 these there are, they are looked up and not tried one by one.
 """
 
-import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import re2
 
 MAX_LENGTH = 1024  # of one pattern; every module's name fits, with all its signs escaped
-MAX_FORMS = 10_000  # patterns of one adapter that are compiled, a tenth of a millisecond each
+MAX_FORMS = 10_000  # patterns of one adapter that are compiled, a fifth of a millisecond each
 MAX_PATTERNS = 200_000  # of one adapter
-MAX_TRIES = 3 * 10**7  # for one adapter: a few seconds at worst
-LOOK = 10  # what one look at a name costs beside its ways, in tries
+MAX_MEMORY = 1 << 20  # bytes of one compiled pattern
+MAX_STEPS = 2 * 10**9  # for one adapter, at 4 ns at worst: some seconds
+MAX_LOOKUPS = 3 * 10**7  # of tails, for the patterns of fixed length
+LOOK = 2000  # what one look at a name costs beside its signs, in steps
 
-_ONE = r"(?:\\[dDwW]|\\[^\w\s]|\[\^?(?:\w-\w|\\[dDwW.-]|[\w.])++\]|[^\\\[\](){}|*+?^$])"
-_PART = re.compile(
-    rf"(?P<group>\((?:\?:)?+(?:{_ONE}|\|)++\)(?:\?\??+)?+)"
-    rf"|(?P<repeated>{_ONE})(?P<times>[*+]\??+)"
-    rf"|(?P<maybe>{_ONE}\?\??+)|(?P<or>\|)|{_ONE}|\^|\$"
-)
 _FIXED = re.compile(r"\^?(?P<text>(?:\\[^\w\s]|[^\\\[\](){}|*+?^$])++)\$?")
+_READ_DIFFERENTLY = re.compile(r"\(\?(?!:)|\\[0-9]|\{,|\[:")
+_CLASS = re.compile(r"\\[A-Za-z]")
+_ESCAPED_SIGN = re.compile(r"\\[^\w]")
 
 
 class PatternRefused(ValueError):
     """A pattern whose form is not taken, or that fits names in too many ways; says which and why."""
-
-
-@dataclass(frozen=True)
-class _Branch:
-    """What stands between two `|`.
-
-    Attributes:
-        choices: Ways through its alternatives, a bound.
-        repeated: Per repeated character, what finds the runs of a name that it can cover.
-    """
-
-    choices: int
-    repeated: tuple[re.Pattern[str], ...]
-
-    def ways(self, name: str) -> int:
-        """Return a bound on the ways in which it can fit from one place of a name."""
-        return self.choices * math.prod(1 + max(map(len, run.findall(name)), default=0) for run in self.repeated)
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    whole: re.Pattern[str]
-    branches: tuple[_Branch, ...]
 
 
 @dataclass(frozen=True)
@@ -71,12 +51,12 @@ class _Text:
     Attributes:
         signs: Its characters.
         free: Places where any character fits.
-        whole: Whether it must be the whole name.
+        is_whole_name: Whether it must be the whole name, not a tail of it.
     """
 
     signs: str
     free: tuple[int, ...]
-    whole: bool
+    is_whole_name: bool
 
     @property
     def form(self) -> tuple[int, tuple[int, ...]]:
@@ -105,7 +85,7 @@ class _Tails:
             for tail, name in self._by_length[len(text.signs)]:
                 table[_blanked(tail, text.free)].append(name)
         found = self._tables[text.form].get(text.signs, [])
-        return [name for name in found if len(name) == len(text.signs)] if text.whole else found
+        return [name for name in found if len(name) == len(text.signs)] if text.is_whole_name else found
 
 
 def _fixed(pattern: str) -> _Text | None:
@@ -128,15 +108,21 @@ def _blanked(text: str, places: tuple[int, ...]) -> str:
 def matches(pattern: str, name: str) -> bool:
     r"""Tell whether a pattern matches a module as in PEFT: a whole tail of its dotted name.
 
-    References: `peft.utils.other.get_pattern_key` of PEFT 0.21. Deviations: only the forms above.
+    Args:
+        pattern: Whoever wrote it.
+        name: A module's dotted name, of printable signs.
+
+    References: `peft.utils.other.get_pattern_key` of PEFT 0.21. Deviations: patterns of some forms are refused.
 
     Raises:
-        PatternRefused: For another form. `check` also refuses what takes too long.
+        PatternRefused: For a form that is not taken. `check` also refuses what takes too long.
 
     >>> [matches(pattern, "layer.0.query") for pattern in ("query", "uery", r"layer\.[01]\..*")]
     [True, False, True]
     """
-    return _read(pattern).whole.match(name) is not None
+    if not name.isascii():
+        _refuse_classes(pattern)
+    return _compiled(pattern).match(name) is not None
 
 
 def first_matches(patterns: Collection[str], names: Collection[str]) -> dict[str, str]:
@@ -173,62 +159,59 @@ def check(patterns: Collection[str], names: Collection[str]) -> None:
         names: All modules that they will be matched against.
 
     Raises:
-        PatternRefused: For a form that is not taken, for too many patterns, or for more than `MAX_TRIES` tries.
+        PatternRefused: For a form that is not taken, for too many patterns, or for more than `MAX_STEPS`.
 
-    >>> check(["(a+)+b"], ["layer.0.query"])  # doctest: +ELLIPSIS
+    >>> check(["(?=a)b"], ["layer.0.query"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    dpmerge...PatternRefused: '(a+)+b' has '(a+)+b', which is none of the forms that are taken
+    dpmerge...PatternRefused: '(?=a)b' has '(?', which is none of the forms that are taken
     """
     texts = {pattern: _fixed(pattern) for pattern in patterns}
-    forms = [pattern for pattern, text in texts.items() if text is None]
-    if len(patterns) > MAX_PATTERNS or len(forms) > MAX_FORMS:
+    others = [pattern for pattern, text in texts.items() if text is None]
+    if len(patterns) > MAX_PATTERNS or len(others) > MAX_FORMS:
         raise PatternRefused(f"{len(patterns)} patterns are more than {MAX_PATTERNS}, or {MAX_FORMS} with choices")
     tails = _Tails(names)
-    tries = sum(tails.cost(form) for form in {text.form for text in texts.values() if text})
-    if tries > MAX_TRIES:
+    lookups = sum(tails.cost(form) for form in {text.form for text in texts.values() if text})
+    if lookups > MAX_LOOKUPS:
         raise PatternRefused(f"{len(patterns)} patterns may fit the modules' names in too many ways to try them all")
-    starts = {name: 1 + name.count(".") for name in names}  # of tails; every way is tried from each
-    looks, total = sum(LOOK + len(name) for name in starts), sum(starts.values())
-    for pattern in forms:
-        tries += looks
-        for branch in _read(pattern).branches:
-            if branch.repeated:
-                tries += sum(count * branch.ways(name) for name, count in starts.items())
-            else:
-                tries += total * branch.choices
-        if tries > MAX_TRIES:
+    looks, signs = LOOK * len(names), sum(map(len, names))
+    ascii_only, steps = all(map(str.isascii, names)), 0
+    for pattern in others:
+        if not ascii_only:
+            _refuse_classes(pattern)
+        steps += looks + signs * _compiled(pattern).programsize
+        if steps > MAX_STEPS:
             raise PatternRefused(f"{pattern!r} may fit the modules' names in too many ways to try them all")
 
 
-@lru_cache(MAX_FORMS)
-def _read(pattern: str) -> _Pattern:
-    """Take a pattern apart.
+@lru_cache(128)
+def _compiled(pattern: str) -> Any:
+    """Compile what PEFT makes of a pattern, for RE2.
 
     Raises:
-        PatternRefused: For a part that has no place here.
+        PatternRefused: For what RE2 has no linear way for, Python refuses, or the two read differently.
     """
     if not 0 < len(pattern) <= MAX_LENGTH:
         raise PatternRefused(f"a pattern of {len(pattern)} characters is not of 1 to {MAX_LENGTH}")
-    branches, choices, repeated, at = [], 1, [], 0
-    while at < len(pattern):
-        part = _PART.match(pattern, at)
-        if part is None:
-            raise PatternRefused(f"{pattern!r} has {pattern[at:]!r}, which is none of the forms that are taken")
-        at = part.end()
-        if part["group"]:
-            choices *= 2 + part["group"].count("|")  # one more, should it be optional
-        elif part["maybe"]:
-            choices *= 2
-        elif part["repeated"]:
-            repeated.append(part["repeated"])
-        elif part["or"]:
-            branches.append((choices, repeated))
-            choices, repeated = 1, []
-    branches.append((choices, repeated))
+    if found := _READ_DIFFERENTLY.search(_ESCAPED_SIGN.sub("_", pattern)):
+        raise PatternRefused(f"{pattern!r} has {found[0]!r}, which is none of the forms that are taken")
+    options = re2.Options()
+    options.max_mem, options.log_errors, options.never_capture = MAX_MEMORY, False, True
+    in_full = rf"(.*\.)?({pattern})$"
     try:
-        whole = re.compile(rf"(.*\.)?({pattern})$")
-        found = (_Branch(count, tuple(re.compile(f"{one}+") for one in parts)) for count, parts in branches)
-        return _Pattern(whole, tuple(found))
-    except re.error as error:  # such as [z-a]
-        raise PatternRefused(f"{pattern!r} is no pattern ({error.msg})") from None
+        compiled = re2.compile(in_full, options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of sets inside sets, which Python may read anew one day
+            re.compile(in_full)
+    except re2.error as error:
+        why = error.args[0].decode(errors="replace").partition(":")[0]
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        why = str(error)
+    else:
+        return compiled
+    raise PatternRefused(f"{pattern!r} is none of the forms that are taken ({why})")
+
+
+def _refuse_classes(pattern: str) -> None:
+    if found := _CLASS.search(_ESCAPED_SIGN.sub("_", pattern)):
+        raise PatternRefused(f"{pattern!r} has {found[0]!r}, which is not taken among names beyond ASCII")

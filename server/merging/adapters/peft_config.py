@@ -67,6 +67,10 @@ def scalings(config: Mapping[str, Any], names: Collection[str], party: str) -> S
 def check_patterns(config: Mapping[str, Any], party: str) -> None:
     """Refuse rank and alpha patterns that are no object of numbers, naming the pattern.
 
+    Args:
+        config: adapter_config.json.
+        party: Whose adapter it is, for refusals.
+
     Raises:
         DpmergeError: DPM-402.
     """
@@ -85,6 +89,11 @@ def check_patterns(config: Mapping[str, Any], party: str) -> None:
 
 def check_targets(config: Mapping[str, Any], names: Collection[str], party: str) -> None:
     """Refuse tensors of modules that PEFT would not find by the configuration's own list: it would leave them out.
+
+    Args:
+        config: adapter_config.json.
+        names: The modules that have tensors.
+        party: Whose adapter it is, for refusals.
 
     Raises:
         DpmergeError: DPM-402.
@@ -113,7 +122,7 @@ def _of_modules(config: Mapping[str, Any], key: str, pattern_key: str, names: Co
     try:
         chosen = first_matches(patterns, names)
     except PatternRefused as refusal:
-        fix = "name modules, or the ends of their names, with at most . * + ? [ ] and ( | ) between"
+        fix = "name modules, or the ends of their names, with no more than . * + ? {n} [ ] and ( | ) between"
         raise DpmergeError("DPM-402", f"{party}: {pattern_key} of {CONFIG}: {refusal}", fix) from None
     everywhere = stated(config, key)
     return {name: patterns[chosen[name]] if name in chosen else everywhere for name in names}

@@ -227,6 +227,10 @@ def _refused(key: str, value: object, where: str, setting: Setting) -> DpmergeEr
 def stated(config: Mapping[str, Any], key: str) -> Any:
     """Return a setting, or what PEFT takes where it is absent.
 
+    Args:
+        config: adapter_config.json.
+        key: A setting's name.
+
     >>> stated({}, "lora_alpha"), stated({"r": 4}, "r")
     (8, 4)
     """
@@ -238,6 +242,10 @@ def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]
 
     A key that only one of them has counts as PEFT's default there, so that parties may run other versions of PEFT; one
     that the table lacks always differs. The version itself is not compared, and the order of target modules is not.
+
+    Args:
+        config: A release's adapter_config.json.
+        wanted: The federation's.
 
     >>> differing({"r": 2.0, "lora_alpha": 8, "cls": 0}, {"r": 2, "lora_dropout": 0.0})
     ['cls', 'r']
@@ -259,6 +267,10 @@ def _canonical(key: str, value: Any) -> str:
 def shown(value: object, *, quoted: bool = True) -> str:
     r"""Return what somebody else wrote as printable ASCII of bounded length.
 
+    Args:
+        value: Any JSON value.
+        quoted: Whether a text keeps its quotes.
+
     >>> len(shown("a" * 200)), shown("pi\x1b[2J", quoted=False)
     (80, 'pi\\x1b[2J')
     """
@@ -268,6 +280,11 @@ def shown(value: object, *, quoted: bool = True) -> str:
 
 def factor_of(rank: float, alpha: float, *, root: bool) -> float:
     """Return what B A is multiplied by: alpha/rank, or alpha/√rank with rsLoRA.
+
+    Args:
+        rank: r, at least 1.
+        alpha: lora_alpha.
+        root: Whether rsLoRA divides by √r in place of r.
 
     >>> factor_of(4, 8, root=False), factor_of(4, 8, root=True)
     (2.0, 4.0)

@@ -12,7 +12,7 @@ import torch
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import ADAPTER
 from dpmerge.server.merging.adapters.bases import difference, same_name
-from dpmerge.server.merging.adapters.deltas import LARGEST, Adapter, Factors, Modules, digest
+from dpmerge.server.merging.adapters.deltas import LARGEST, Adapter, LowRankDelta, Modules, digest
 from dpmerge.server.merging.adapters.settings import shown, stated
 
 MAX_NAMED = 8  # names listed in one sentence; the rest is counted
@@ -44,7 +44,7 @@ def gather(
         )
     shapes = {name: item.shape for adapter in adapters for name, item in adapter.modules.items()}
     absent = [f"{a.party}: {name}" for name in sorted(shapes) for a in adapters if name not in a.modules]
-    nothing = {name: Factors(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width) in shapes.items()}
+    nothing = {name: LowRankDelta(torch.zeros(0, width), torch.zeros(out, 0)) for name, (out, width) in shapes.items()}
     rows = {name: tuple(a.modules.get(name, nothing[name]) for a in adapters) for name in sorted(shapes)}
     return rows if device is None else {n: tuple(f.on(device) for f in row) for n, row in rows.items()}, absent
 
@@ -67,11 +67,17 @@ def nothing_to_merge() -> DpmergeError:
 
 
 def refused(party: str, problem: str, fix: str) -> DpmergeError:
-    """Return the refusal of one party's adapter."""
+    """Return the refusal of one party's adapter.
+
+    Args:
+        party: Whose adapter it is.
+        problem: What is wrong with it.
+        fix: What to do.
+    """
     return DpmergeError("DPM-402", f"{party}: {problem}", fix)
 
 
-def some(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """List names, the first `MAX_NAMED` of many."""
     rest = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -80,7 +86,7 @@ def some(names: Sequence[str]) -> str:
 def _usual(values: Mapping[str, Hashable]) -> tuple[Any, str]:
     """Return the commonest value, the first of them if several are, and who has it."""
     value = Counter(values.values()).most_common(1)[0][0]
-    return value, some([party for party, own in values.items() if own == value])
+    return value, listed([party for party, own in values.items() if own == value])
 
 
 def _unlike(values: Mapping[str, Hashable]) -> list[tuple[str, Any, Any, str]]:
@@ -112,7 +118,7 @@ def _bases(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     alike = {names[party] for party, own in hashes.items() if own == known} or (
         {_usual_name(names)} if names else set()
     )
-    called = some([party for party, name in names.items() if name in alike])
+    called = listed([party for party, name in names.items() if name in alike])
     refusals = []
     for party, name in names.items():
         if not name or name[0] in ".~":
@@ -122,9 +128,9 @@ def _bases(adapters: Sequence[Adapter]) -> list[DpmergeError]:
             problem = f"base model {name} has SHA-256 {hashes[party][:12]}… but {known[:12]}… at {having}"
             refusals.append(refused(party, problem, "leave it out, or give an adapter of the same base model"))
         elif party not in hashes and not any(same_name(name, other) for other in alike):
-            told = next((f" ({what})" for other in sorted(alike) if (what := difference(name, other))), "")
+            hint = next((f" ({what})" for other in sorted(alike) if (what := difference(name, other))), "")
             fix = "leave it out, or give --base MODEL if all are adapters of MODEL"
-            problem = f"base model {name} but {' or '.join(sorted(alike))} at {called}{told}"
+            problem = f"base model {name} but {' or '.join(sorted(alike))} at {called}{hint}"
             refusals.append(refused(party, problem, fix))
     return refusals + _revisions(adapters)
 
@@ -199,7 +205,7 @@ def _heads(adapters: Sequence[Adapter]) -> list[DpmergeError]:
             owners.setdefault(head, []).append(adapter.party)
     fix = "merge each party's release once"
     return [
-        refused(parties[-1], f"brings a head of {head}, and so does {some(parties[:-1])}", fix)
+        refused(parties[-1], f"brings a head of {head}, and so does {listed(parties[:-1])}", fix)
         for head, parties in owners.items()
         if len(parties) > 1
     ]
@@ -218,7 +224,7 @@ def _targets(adapters: Sequence[Adapter]) -> list[DpmergeError]:
     everything = {module for adapter in adapters for module in adapter.modules}
     fix = "give --no-strict to take its change there as 0"
     return [
-        refused(adapter.party, f"does not adapt {some(sorted(lacking))}, which others do", fix)
+        refused(adapter.party, f"does not adapt {listed(sorted(lacking))}, which others do", fix)
         for adapter in adapters
         if (lacking := everything - adapter.modules.keys())
     ]

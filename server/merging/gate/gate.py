@@ -17,7 +17,7 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.adapters.bases import local_folder, settled
 from dpmerge.server.merging.adapters.deltas import Adapter, read_adapter
 from dpmerge.server.merging.adapters.lazy_tensors import DTYPES
-from dpmerge.server.merging.gate.compatibility import misfits, nothing_to_merge, refused, some
+from dpmerge.server.merging.gate.compatibility import listed, misfits, nothing_to_merge, refused
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}  # torch's dtype → safetensors' word
 
@@ -40,7 +40,7 @@ class Entry:
         a_seed: Seed of the shared A, if a statement says it.
         private: Whether the statement claims privacy; None without a statement.
         epsilon: The stated ε, not verified here.
-        delta: The stated δ.
+        target_delta: The stated δ.
         unit: What one neighbour differs in, "record" or "user".
         statement: The privacy statement, empty without one.
     """
@@ -58,7 +58,7 @@ class Entry:
     a_seed: int | None
     private: bool | None
     epsilon: float | None
-    delta: float | None
+    target_delta: float | None
     unit: str | None
     statement: Mapping[str, Any]
 
@@ -73,7 +73,10 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, with the names of the modules in place of their shapes, and without the statement."""
-        values = {key: value for key, value in asdict(self).items() if key not in ("shapes", "statement")}
+        names = {"target_delta": "delta"}
+        values = {
+            names.get(key, key): value for key, value in asdict(self).items() if key not in ("shapes", "statement")
+        }
         return values | {"targets": sorted(self.shapes)}
 
 
@@ -94,7 +97,7 @@ class Gate:
     warnings: tuple[str, ...] = field(default=())
 
 
-def inspect(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: str = "") -> Gate:
+def inspect_adapters(inputs: Sequence[tuple[str | None, Path]], *, strict: bool, base: str = "") -> Gate:
     """Read adapters and list everything that keeps them from being merged.
 
     Args:
@@ -144,13 +147,13 @@ def _warnings(adapters: Sequence[Adapter]) -> list[str]:
     for adapter in adapters:
         still = [name for name, item in sorted(adapter.modules.items()) if item.scaling == 0]
         if still:
-            lines.append(f"{adapter.party}: lora_alpha = 0 for {some(still)}, so that nothing is merged there")
+            lines.append(f"{adapter.party}: lora_alpha = 0 for {listed(still)}, so that nothing is merged there")
         if adapter.config.get("use_dora") is True:
             lines.append(
                 f"{adapter.party}: DoRA's change is of full rank, and so is what is merged with it; see --rank"
             )
         if adapter.copies:
-            names = some(sorted(adapter.copies))
+            names = listed(sorted(adapter.copies))
             lines.append(f"{adapter.party}: its copy of {names} is taken for the base model's own and is not written")
     return lines
 
@@ -175,7 +178,7 @@ def _entry(adapter: Adapter, folder: Path) -> Entry:
         a_seed=adapter.a_seed,
         private=bool(stated.get("private", True)) if stated else None,
         epsilon=_number(stated.get("epsilon")),
-        delta=_number(stated.get("target_delta")),
+        target_delta=_number(stated.get("target_delta")),
         unit=str(stated["privacy_unit"]) if "privacy_unit" in stated else None,
         statement=stated,
     )

@@ -16,19 +16,23 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Factors
+from dpmerge.server.merging.adapters.deltas import LowRankDelta
 from dpmerge.server.merging.low_rank.krylov import is_worthwhile, leading_subspace
 
 BLOCK = 256
 """Ranks, or columns of a full matrix, in one product: few passes over what they are added to, and little memory."""
 
 
-def weighted_sum(factors: Sequence[Factors], weights: Sequence[float]) -> Factors:
+def weighted_sum(factors: Sequence[LowRankDelta], weights: Sequence[float]) -> LowRankDelta:
     """Return Σ_t weights_t τ_t exactly, in the smallest form that needs no decomposition.
 
     Parties that share A add their B's under it; different A's are stacked. All parties on one frozen A thus keep their
     rank. Where a stack would have more ranks than the matrix has rows or columns, the matrix itself is added up, beside
     the identity: from then on no further party makes it larger.
+
+    Args:
+        factors: One low-rank change per party, of one shape [out, in].
+        weights: One number per party.
     """
     out, width = factors[0].shape
     sharing: dict[bytes, list[int]] = {}
@@ -42,7 +46,7 @@ def weighted_sum(factors: Sequence[Factors], weights: Sequence[float]) -> Factor
     return beside_identity(_full_sum(pieces, out, width))
 
 
-def stack(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int, rank: int) -> Factors:
+def stack(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int, rank: int) -> LowRankDelta:
     """Return Σ b a over pieces (a, b), as the factors that they form side by side, b in fp32.
 
     Args:
@@ -58,11 +62,15 @@ def stack(pieces: Iterable[tuple[Tensor, Tensor]], out: int, width: int, rank: i
         all_a[start : start + len(a)] = a
         all_b[:, start : start + len(a)] = b
         start += len(a)
-    return Factors(all_a, all_b)
+    return LowRankDelta(all_a, all_b)
 
 
 def scaled(b: Tensor, factor: float) -> Tensor:
     """Return factor · b, rounded once where it goes to fp32: in fp32 if the factor is one, otherwise in float64.
+
+    Args:
+        b: Left factor [out, r].
+        factor: A number.
 
     >>> scaled(torch.ones(1), 0.5).dtype, scaled(torch.ones(1), 0.1).dtype
     (torch.float32, torch.float64)
@@ -71,14 +79,14 @@ def scaled(b: Tensor, factor: float) -> Tensor:
     return b * factor if exact else b.double() * factor
 
 
-def beside_identity(matrix: Tensor) -> Factors:
+def beside_identity(matrix: Tensor) -> LowRankDelta:
     """Return a full matrix as factors without a decomposition: its smaller side is the rank."""
     out, width = matrix.shape
     identity = torch.eye(min(out, width), dtype=matrix.dtype, device=matrix.device)
-    return Factors(matrix, identity) if out <= width else Factors(identity, matrix)
+    return LowRankDelta(matrix, identity) if out <= width else LowRankDelta(identity, matrix)
 
 
-def gram(factors: Sequence[Factors], dtype: torch.dtype = torch.float64) -> Tensor:
+def gram(factors: Sequence[LowRankDelta], dtype: torch.dtype = torch.float64) -> Tensor:
     """Return the inner products ⟨τ_t, τ_s⟩ as float64 [T, T].
 
     ⟨τ_t, τ_s⟩ = s_t s_s Σ (B_tᵀB_s) ∘ (A_tA_sᵀ): products of thin factors only, of a few parties at a time.
@@ -101,16 +109,16 @@ def gram(factors: Sequence[Factors], dtype: torch.dtype = torch.float64) -> Tens
     return result * torch.outer(scalings, scalings)
 
 
-def total_norm(factors: Iterable[Factors]) -> float:
+def total_norm(factors: Iterable[LowRankDelta]) -> float:
     """Return √Σ ‖τ‖² over the modules of one adapter: the Frobenius norm of its whole weight change.
 
-    >>> total_norm([Factors(torch.eye(1), torch.eye(1), 3.0), Factors(torch.eye(1), torch.eye(1), 4.0)])
+    >>> total_norm([LowRankDelta(torch.eye(1), torch.eye(1), 3.0), LowRankDelta(torch.eye(1), torch.eye(1), 4.0)])
     5.0
     """
     return math.sqrt(sum(squared_norm(item) for item in factors))
 
 
-def is_short(item: Factors) -> bool:
+def is_short(item: LowRankDelta) -> bool:
     """Tell whether ‖τ‖ takes little time: of few ranks, or a matrix beside the identity."""
     return item.rank <= 4 * BLOCK or _is_identity(item.a) or _is_identity(item.b)
 
@@ -121,7 +129,7 @@ def thin_qr(columns: Tensor) -> tuple[Tensor, Tensor]:
     return q, r
 
 
-def singular_values(item: Factors) -> Tensor:
+def singular_values(item: LowRankDelta) -> Tensor:
     """Return the singular values of τ, largest first, in float64 [rank, or the smaller side of the matrix if less]."""
     _, r_b = thin_qr(item.b * item.scaling)
     _, r_a = thin_qr(item.a.T)
@@ -129,14 +137,14 @@ def singular_values(item: Factors) -> Tensor:
     return values
 
 
-def truncate(item: Factors, rank: int) -> tuple[Factors, float]:
+def truncate(item: LowRankDelta, rank: int) -> tuple[LowRankDelta, float]:
     """Return the best approximation of a weight change at a lower rank, and the Frobenius norm of what it loses.
 
     Args:
         item: Any factors; their own rank may be larger than either side of the matrix.
         rank: At least 1. At or above the stored rank the factors come back as they are.
 
-    >>> kept, lost = truncate(Factors(torch.eye(2), torch.diag(torch.tensor([3.0, 4.0]))), 1)
+    >>> kept, lost = truncate(LowRankDelta(torch.eye(2), torch.diag(torch.tensor([3.0, 4.0]))), 1)
     >>> round(lost, 6), kept.delta().round(decimals=6).tolist()
     (3.0, [[0.0, 0.0], [0.0, 4.0]])
     """
@@ -152,11 +160,11 @@ def truncate(item: Factors, rank: int) -> tuple[Factors, float]:
         raise overflow()
     u, s, vh = torch.linalg.svd(core, full_matrices=False)
     root = s[:rank].sqrt()  # shared evenly: neither factor is much larger than the other
-    kept = Factors((root[:, None] * (vh[:rank] @ q_a.T)).float(), ((q_b @ u[:, :rank]) * root).float())
+    kept = LowRankDelta((root[:, None] * (vh[:rank] @ q_a.T)).float(), ((q_b @ u[:, :rank]) * root).float())
     return kept, float(torch.linalg.vector_norm(s[rank:]))
 
 
-def factorise(delta: Tensor, rank: int) -> tuple[Factors, float]:
+def factorise(delta: Tensor, rank: int) -> tuple[LowRankDelta, float]:
     """Return the best approximation of a full matrix at a rank, and the Frobenius norm of what it loses.
 
     A few directions of a large matrix come from a block Krylov iteration, in a twentieth of the time: best to about
@@ -185,8 +193,8 @@ def factorise(delta: Tensor, rank: int) -> tuple[Factors, float]:
         kept.copy_(coordinates)
     lost = math.sqrt(max(energy, 0.0))
     if out <= width:
-        return Factors(other, basis.float()), lost
-    return Factors(basis.T.float().contiguous(), other.T.contiguous()), lost
+        return LowRankDelta(other, basis.float()), lost
+    return LowRankDelta(basis.T.float().contiguous(), other.T.contiguous()), lost
 
 
 def overflow() -> DpmergeError:
@@ -219,7 +227,7 @@ def _leading_eigenvectors(products: Tensor, count: int) -> Tensor:
     return leading
 
 
-def _weighted_b(factors: Sequence[Factors], weights: Sequence[float], group: Sequence[int]) -> Tensor:
+def _weighted_b(factors: Sequence[LowRankDelta], weights: Sequence[float], group: Sequence[int]) -> Tensor:
     first, *rest = ((factors[t], weights[t] * factors[t].scaling) for t in group)
     total = scaled(first[0].b, first[1]) if not rest else first[0].b.double() * first[1]
     for item, weight in rest:
@@ -243,7 +251,7 @@ def _add_product(total: Tensor, pieces: Sequence[tuple[Tensor, Tensor]]) -> Tens
     return total.to(a.device).addmm_(b, a.float())
 
 
-def squared_norm(item: Factors, dtype: torch.dtype = torch.float64) -> float:
+def squared_norm(item: LowRankDelta, dtype: torch.dtype = torch.float64) -> float:
     """Return ‖τ‖²; of the long stacks that many parties leave, in fp32 by whichever form takes fewer products.
 
     Args:
@@ -293,7 +301,7 @@ def _blocks(ranks: Sequence[int]) -> Iterator[slice]:
     yield slice(start, len(ranks))
 
 
-def _side_by_side(factors: Sequence[Factors], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _side_by_side(factors: Sequence[LowRankDelta], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return all a [Σ r, in], all b [out, Σ r] without their scalings, and which party every rank is of, [Σ r, T]."""
     a, b = torch.cat([item.a for item in factors]).to(dtype), torch.cat([item.b for item in factors], 1).to(dtype)
     ranks = torch.tensor([item.rank for item in factors])

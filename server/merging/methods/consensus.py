@@ -7,10 +7,18 @@ place of a stack of their matrices.
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import factorise
-from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module, refuse_unequal_weights
-from dpmerge.server.merging.methods.sparse import result_rank, total_of
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, DENSITY, RANK
+from dpmerge.server.merging.methods.recipe import (
+    Combined,
+    MergeMethod,
+    Recipe,
+    per_module,
+    refuse_unequal_weights,
+    result_rank,
+    total_of,
+)
 
 _OWN_WEIGHTS = "leave weights out, or choose a method that takes them"
 CLAMPED = 1e-4  # share of the largest and of the smallest entries that PCB clamps
@@ -29,16 +37,16 @@ def sce(modules: Modules, recipe: Recipe) -> Combined:
     """
     refuse_unequal_weights(recipe, "SCE as published makes its own", _OWN_WEIGHTS)
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         unit = max(float(item.delta().abs().max()) for item in factors) or 1.0  # squares of tiny entries are no fp32
         mean = total_of(item.delta() / unit for item in factors) / len(factors)
-        selected = _most_varied(factors, mean, unit, recipe.density)
+        selected = _most_varied(factors, mean, unit, recipe[DENSITY])
         energies = [torch.where(selected, item.delta() / unit, 0.0).square().mean() for item in factors]
-        whole = torch.stack(energies).sum()
+        total_energy = torch.stack(energies).sum()
         total, divisor = torch.zeros_like(mean), torch.zeros_like(mean)
         positive = mean >= 0
         for item, energy in zip(factors, energies, strict=True):
-            share = energy / whole if whole > 0 else torch.tensor(1 / len(factors))
+            share = energy / total_energy if total_energy > 0 else torch.tensor(1 / len(factors))
             delta = item.delta()
             agrees = selected & (delta != 0) & ((delta > 0) == positive)
             total += torch.where(agrees, share * delta, 0.0)
@@ -47,6 +55,16 @@ def sce(modules: Modules, recipe: Recipe) -> Combined:
         return factorise(merged, result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
+
+
+SCE = MergeMethod(
+    name="sce",
+    summary="Select what varies, weigh parties by its energy, erase minority signs.",
+    source="2408.07990",
+    function=sce,
+    laws=frozenset({"identity", "idempotent", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.1, RANK: None},
+)
 
 
 def pcb(modules: Modules, recipe: Recipe) -> Combined:
@@ -61,13 +79,13 @@ def pcb(modules: Modules, recipe: Recipe) -> Combined:
     """
     refuse_unequal_weights(recipe, "PCB as published makes its own", _OWN_WEIGHTS)
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
-        whole = total_of(item.delta() for item in factors)
-        total, divisor = torch.zeros_like(whole), torch.zeros_like(whole)
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
+        party_sum = total_of(item.delta() for item in factors)
+        total, divisor = torch.zeros_like(party_sum), torch.zeros_like(party_sum)
         for item in factors:
             delta = item.delta()
             magnitude = _clamped(delta.abs())
-            scores = balance(delta, magnitude, whole, len(factors), recipe.density)
+            scores = pcb_weights(delta, magnitude, party_sum, len(factors), recipe[DENSITY])
             total += scores * magnitude.copysign(delta)
             divisor += scores
         merged = recipe.factor * total / torch.where(divisor == 0, 1.0, divisor)
@@ -76,18 +94,28 @@ def pcb(modules: Modules, recipe: Recipe) -> Combined:
     return per_module(modules, rule, recipe.factor)
 
 
-def balance(delta: Tensor, magnitude: Tensor, whole: Tensor, num_parties: int, density: float) -> Tensor:
+PCB = MergeMethod(
+    name="pcb",
+    summary="Average by scores of an entry's size and its agreement with the sum.",
+    source="2410.02396",
+    function=pcb,
+    laws=frozenset({"factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.1, RANK: None},
+)
+
+
+def pcb_weights(delta: Tensor, magnitude: Tensor, party_sum: Tensor, num_parties: int, density: float) -> Tensor:
     """Return PCB's weights in [0, 1] of one party's entries; those below the share `density` of the scores have 0.
 
     Args:
         delta: The party's matrix.
         magnitude: Its magnitudes, clamped.
-        whole: The sum of all parties' matrices.
+        party_sum: The sum of all parties' matrices.
         num_parties: T.
         density: Share of entries to keep, in (0, 1].
     """
     inside = torch.exp(num_parties * (_unit_range(magnitude.double()).square() - 1))  # e^-T cancels in the range below
-    scores = inside * torch.tanh(delta.double() * whole.double())
+    scores = inside * torch.tanh(delta.double() * party_sum.double())
     kept = max(1, int(density * scores.numel()))
     least = scores.flatten().kthvalue(scores.numel() - kept + 1).values
     return _unit_range(scores.clamp(min=least)).float()
@@ -107,7 +135,7 @@ def _clamped(magnitude: Tensor) -> Tensor:
     return magnitude.clamp(ordered[outside], ordered[-1 - outside])
 
 
-def _most_varied(factors: tuple[Factors, ...], mean: Tensor, unit: float, density: float) -> Tensor:
+def _most_varied(factors: tuple[LowRankDelta, ...], mean: Tensor, unit: float, density: float) -> Tensor:
     if density == 1:
         return torch.ones_like(mean, dtype=torch.bool)
     variance = total_of((item.delta() / unit - mean).square() for item in factors) / len(factors)
@@ -117,3 +145,6 @@ def _most_varied(factors: tuple[Factors, ...], mean: Tensor, unit: float, densit
         return torch.ones_like(mean, dtype=torch.bool)
     places = variance.flatten().topk(max(1, int(density * varied))).indices
     return torch.zeros_like(mean, dtype=torch.bool).flatten().index_fill_(0, places, True).view_as(mean)
+
+
+METHODS = (SCE, PCB)

@@ -15,8 +15,9 @@ from torch import Tensor
 from dpmerge.server.merging.adapters.deltas import Modules
 from dpmerge.server.merging.low_rank.algebra import gram
 from dpmerge.server.merging.methods.linear import shares, weighted
-from dpmerge.server.merging.methods.recipe import Combined, Recipe
-from dpmerge.server.merging.noise.shares import Noise
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, RANK
+from dpmerge.server.merging.methods.recipe import Combined, MergeMethod, Recipe
+from dpmerge.server.merging.noise.noise import Noise
 
 # Both constants were chosen by measurement, see docs/results.md.
 CAUTION = 0.3  # least pull of the factors towards the average
@@ -28,19 +29,31 @@ def geometry(modules: Modules, recipe: Recipe) -> Combined:
     """Return Σ f_t τ_t whose factors let every party's change act along its own direction as fully as the others allow.
 
     The gain of party t is ⟨Σ f_s s_s, s_t⟩ / ‖s_t‖²: 1 is its own model, 0 the base model. An average gives related
-    tasks much and unrelated ones 1/T; a sum gives related tasks too much. See `expression`.
+    tasks much and unrelated ones 1/T; a sum gives related tasks too much. See `solve_coefficients`.
 
     A stated coefficient is the mean of the factors in place of the rule's own; their proportions stay.
     """
-    factors = expression(overlaps(modules).cpu(), recipe.noise, shares(recipe.weights))
+    factors = solve_coefficients(overlaps(modules).cpu(), recipe.noise, shares(recipe.weights))
     mean = sum(factors) / len(factors)
     if recipe.coefficient is not None:
         proportions = [factor / mean for factor in factors] if mean > 0 else [1.0] * len(factors)
         factors, mean = [recipe.coefficient * each for each in proportions], recipe.coefficient
-    return replace(weighted(modules, factors, recipe.rank, 1.0), coefficient=mean, factors=tuple(factors))
+    return replace(weighted(modules, factors, recipe.rank, 1.0), coefficient=mean, coefficients=tuple(factors))
 
 
-def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) -> list[float]:
+GEOMETRY = MergeMethod(
+    name="geometry",
+    summary="A sum in which every party's change acts as fully as the others, and the noise, allow.",
+    source="-",
+    function=geometry,
+    laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+    takes={COEFFICIENT: None, RANK: None},
+    whole_model=True,
+    noise=True,
+)
+
+
+def solve_coefficients(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) -> list[float]:
     """Return one factor per party: f = argmin Σ_t w_t (gain_t(f) - 1)² + Σ_t w_t c_t (f_t - w_t)².
 
     The second term pulls towards the weighted average f = w. Its strength c_t is `CAUTION`; plus the squared relative
@@ -55,7 +68,7 @@ def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) 
         weights: At least 0, summing to 1.
 
     >>> no_noise = [Noise(0.0, 1, "stated")] * 2
-    >>> [[round(f, 3) for f in expression(g, no_noise, [0.5, 0.5])] for g in (torch.eye(2), torch.ones(2, 2))]
+    >>> [[round(f, 3) for f in solve_coefficients(g, no_noise, [0.5, 0.5])] for g in (torch.eye(2), torch.ones(2, 2))]
     [[0.885, 0.885], [0.5, 0.5]]
     """
     weight = torch.tensor(weights, dtype=torch.float64)
@@ -63,8 +76,8 @@ def expression(inner: Tensor, noise: Sequence[Noise], weights: Sequence[float]) 
     signal, energy = split(inner, noise)
     error = torch.tensor([each.relative_error for each in noise], dtype=torch.float64)[part]
     share, signal, energy = weight[part], signal[part][:, part], energy[part]
-    own, whole = signal.diagonal(), inner.double().diagonal()[part]
-    per_signal, per_change = _inverse(own), _inverse(whole)
+    own, change = signal.diagonal(), inner.double().diagonal()[part]
+    per_signal, per_change = _inverse(own), _inverse(change)
 
     gains = share.sqrt()[:, None] * signal * per_signal[:, None]
     others = (share * per_change).sum() - share * per_change
@@ -84,14 +97,18 @@ def split(inner: Tensor, noise: Sequence[Noise]) -> tuple[Tensor, Tensor]:
     that trained in subspaces k takes the place of P, as if they had the same one: an upper bound, since the variance is
     ‖n_t‖² ‖n_s‖² ‖Q_t Q_sᵀ‖² / (k_t k_s), and the server does not hold Q.
 
+    Args:
+        inner: ⟨τ_t, τ_s⟩, [T, T].
+        noise: The parties' noise, T of them.
+
     >>> signal, energy = split(torch.full((2, 2), 4.0), [Noise(0.75, 10**9, "stated")] * 2)
     >>> signal.tolist(), energy.tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [3.0, 3.0])
     """
     inner = inner.double()
-    whole = inner.diagonal().clamp(min=0)
+    squared_norms = inner.diagonal().clamp(min=0)
     share = torch.tensor([each.share for each in noise], dtype=torch.float64)
-    energy, own = whole * share, whole * (1 - share).clamp(min=SMALLEST_SIGNAL)
+    energy, own = squared_norms * share, squared_norms * (1 - share).clamp(min=SMALLEST_SIGNAL)
     count = torch.tensor([float(max(1, each.num_coordinates)) for each in noise], dtype=torch.float64)
     chance = torch.outer(energy, energy) / torch.minimum(count[:, None], count)
     kept = (1 - chance / inner.square().clamp(min=torch.finfo(torch.float64).tiny)).clamp(min=0)
@@ -105,7 +122,7 @@ def _inverse(values: Tensor) -> Tensor:
     return torch.where(values > 0, 1 / torch.where(values > 0, values, 1.0), 0.0)
 
 
-def borrowed(signal: Tensor, energy: Tensor) -> Tensor:
+def wiener_weights(signal: Tensor, energy: Tensor) -> Tensor:
     """Return the matrix W [T, T] of the best linear prediction ŝ_t = Σ_s W_ts τ_s of every signal from all changes.
 
     W = S (S + N)⁻¹, each row then scaled so that ŝ_t holds s_t once, ⟨ŝ_t, s_t⟩ = ‖s_t‖²: plain prediction would shrink
@@ -138,3 +155,6 @@ def cosines(inner: Tensor) -> Tensor:
     unit = torch.where(lengths > 0, 1 / lengths, 0.0)
     result = (inner * unit[:, None] * unit).clamp(-1, 1)
     return result.fill_diagonal_(1.0)
+
+
+METHODS = (GEOMETRY,)

@@ -11,13 +11,21 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import factorise, truncate
 from dpmerge.server.merging.methods.linear import shares
-from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module
-from dpmerge.server.merging.methods.sparse import result_rank
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, RANK, Parameter, Range
+from dpmerge.server.merging.methods.recipe import Combined, MergeMethod, Recipe, per_module, result_rank
 
 GUARD = 1e-10  # of the mean diagonal: directions that no public input reaches are averaged, and others do not notice
+
+OFF_DIAGONAL = Parameter(
+    name="off_diagonal",
+    kind=float,
+    about="What regmean keeps of Gram matrices outside their diagonals.",
+    example=0.9,
+    range=Range(low=0.0, high=1.0),
+)
 
 
 def regmean(modules: Modules, recipe: Recipe) -> Combined:
@@ -33,24 +41,37 @@ def regmean(modules: Modules, recipe: Recipe) -> Combined:
     """
     weights = shares(recipe.weights)
 
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         width = factors[0].shape[1]
-        whole = torch.zeros(width, width, dtype=torch.float64)
+        weighted_gram = torch.zeros(width, width, dtype=torch.float64)
         rows, plain = [], []
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
-            gram = _damped(_statistic(recipe, t, name, (width, width), "gram").to(item.device), recipe.off_diagonal)
+            gram = _damped(_statistic(recipe, t, name, (width, width), "gram").to(item.device), recipe[OFF_DIAGONAL])
             a = weight * item.scaling * item.a.double()
             rows.append(a @ gram)
             plain.append(a)
-            whole += weight * gram
-        guard = float((GUARD * whole.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny))
-        whole.diagonal().add_(guard)
-        solved = torch.cholesky_solve((torch.cat(rows) + guard * torch.cat(plain)).T, torch.linalg.cholesky(whole)).T
+            weighted_gram += weight * gram
+        guard = float((GUARD * weighted_gram.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny))
+        weighted_gram.diagonal().add_(guard)
+        solved = torch.cholesky_solve(
+            (torch.cat(rows) + guard * torch.cat(plain)).T, torch.linalg.cholesky(weighted_gram)
+        ).T
         a, b = recipe.factor * solved, torch.cat([item.b for item in factors], 1)
-        merged, lost = truncate(Factors(a, b), result_rank(factors, recipe))
-        return Factors(merged.a.float(), merged.b.float()), lost
+        merged, lost = truncate(LowRankDelta(a, b), result_rank(factors, recipe))
+        return LowRankDelta(merged.a.float(), merged.b.float()), lost
 
     return per_module(modules, rule, recipe.factor)
+
+
+REGMEAN = MergeMethod(
+    name="regmean",
+    summary="Nearest outputs to the parties' own on public inputs.",
+    source="2212.09849",
+    function=regmean,
+    laws=frozenset({"identity", "idempotent", "factor-free"}),
+    takes={COEFFICIENT: 1.0, OFF_DIAGONAL: 0.9, RANK: None},
+    statistics="gram",
+)
 
 
 def fisher(modules: Modules, recipe: Recipe) -> Combined:
@@ -65,7 +86,7 @@ def fisher(modules: Modules, recipe: Recipe) -> Combined:
     """
     weights = shares(recipe.weights)
 
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         shape = factors[0].shape
         total, divisor, plain = torch.zeros(3, *shape, dtype=torch.float64)
         for t, (item, weight) in enumerate(zip(factors, weights, strict=True)):
@@ -77,6 +98,17 @@ def fisher(modules: Modules, recipe: Recipe) -> Combined:
         return factorise((recipe.factor * merged).float(), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
+
+
+FISHER = MergeMethod(
+    name="fisher",
+    summary="Mean weighted entry by entry by sensitivity on public texts.",
+    source="2111.09832",
+    function=fisher,
+    laws=frozenset({"identity", "idempotent", "factor-free"}),
+    takes={COEFFICIENT: 1.0, RANK: None},
+    statistics="fisher",
+)
 
 
 def statistics_hash(statistics: Mapping[str, Mapping[str, Tensor]]) -> str:
@@ -109,3 +141,6 @@ def _statistic(recipe: Recipe, t: int, name: str, shape: tuple[int, int], kind: 
         problem = f"merge.statistics of {party}: {name} {tuple(found.shape)} is not {shape}, negative or not finite"
         raise DpmergeError("DPM-103", problem, fix)
     return found.double()
+
+
+METHODS = (REGMEAN, FISHER)

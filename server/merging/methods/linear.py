@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import scaled, stack, truncate, weighted_sum
-from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, RANK
+from dpmerge.server.merging.methods.recipe import REQUIRED, Combined, MergeMethod, Recipe, per_module
 
 
 def average(modules: Modules, recipe: Recipe) -> Combined:
@@ -21,6 +22,17 @@ def average(modules: Modules, recipe: Recipe) -> Combined:
     return weighted(modules, shares(recipe.weights), recipe.rank, 1.0)
 
 
+AVERAGE = MergeMethod(
+    name="average",
+    summary="Weighted mean of the weight changes.",
+    source="2212.04089",
+    function=average,
+    laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+    takes={RANK: None},
+    is_weighted_sum=True,
+)
+
+
 def task_arithmetic(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t.
 
@@ -29,11 +41,22 @@ def task_arithmetic(modules: Modules, recipe: Recipe) -> Combined:
     return weighted(modules, recipe.weights, recipe.rank, recipe.factor)
 
 
+TASK_ARITHMETIC = MergeMethod(
+    name="task-arithmetic",
+    summary="Stated coefficient times the weighted sum.",
+    source="2212.04089",
+    function=task_arithmetic,
+    laws=frozenset({"identity", "additive", "cancels", "rotation-free", "factor-free"}),
+    takes={COEFFICIENT: REQUIRED, RANK: None},
+    is_weighted_sum=True,
+)
+
+
 def concat(modules: Modules, recipe: Recipe) -> Combined:
     """Return coefficient · Σ w_t τ_t as stacked factors, of rank Σ r_t unless another is asked for."""
     weights = [recipe.factor * weight for weight in recipe.weights]
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         pieces = ((item.a, scaled(item.b, w * item.scaling)) for item, w in zip(factors, weights, strict=True))
         stacked = stack(pieces, *factors[0].shape, sum(item.rank for item in factors))
         return truncate(stacked, recipe.rank or stacked.rank)
@@ -41,18 +64,44 @@ def concat(modules: Modules, recipe: Recipe) -> Combined:
     return replace(per_module(modules, rule, recipe.factor), weights=tuple(weights))
 
 
+CONCAT = MergeMethod(
+    name="concat",
+    summary="The weighted sum as stacked factors, without any decomposition.",
+    source="-",
+    function=concat,
+    laws=frozenset({"identity", "additive", "cancels", "rotation-free", "factor-free"}),
+    takes={COEFFICIENT: 1.0, RANK: None},
+    is_weighted_sum=True,
+)
+
+
 def weighted(modules: Modules, weights: Sequence[float], rank: int | None, coefficient: float) -> Combined:
-    """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition."""
+    """Return coefficient · Σ weights_t τ_t at a rank, or at the lowest exact one that needs no decomposition.
+
+    Args:
+        modules: What to merge.
+        weights: One number per party.
+        rank: Of the result, or None for the lowest exact one.
+        coefficient: Factor on the sum.
+    """
     total = [coefficient * weight for weight in weights]
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         return weighted_module(factors, total, rank)
 
     return replace(per_module(modules, rule, coefficient), weights=tuple(total))
 
 
-def weighted_module(factors: Sequence[Factors], weights: Sequence[float], rank: int | None) -> tuple[Factors, float]:
-    """Return one module's Σ weights_t τ_t at a rank or the lowest exact one, and the norm of what is left out."""
+def weighted_module(
+    factors: Sequence[LowRankDelta], weights: Sequence[float], rank: int | None
+) -> tuple[LowRankDelta, float]:
+    """Return one module's Σ weights_t τ_t at a rank or the lowest exact one, and the norm of what is left out.
+
+    Args:
+        factors: Every party's change of one module.
+        weights: One number per party.
+        rank: Of the result, or None for the lowest exact one.
+    """
     total = weighted_sum(factors, weights)
     return truncate(total, rank or total.rank)
 
@@ -68,3 +117,6 @@ def shares(weights: Sequence[float]) -> list[float]:
         problem = f"weights {list(weights)} are no shares of an average"
         raise DpmergeError("DPM-103", problem, "give weights of at least 0, not all 0; task-arithmetic takes any")
     return [weight / total for weight in weights]
+
+
+METHODS = (AVERAGE, TASK_ARITHMETIC, CONCAT)

@@ -1,63 +1,81 @@
-"""What every method is given, and what it gives back."""
+"""What every method is given, what it gives back, and how it is declared."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dpmerge.common.config.sections import Semantics
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
-from dpmerge.server.merging.noise.shares import Noise
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, RANK, Parameter, T, Value
+from dpmerge.server.merging.noise.noise import Noise
 
-SEMANTICS = get_args(Semantics)
+REQUIRED = "required"
+LAWS = {
+    "identity": "one adapter with weight 1 and density 1 is itself",
+    "idempotent": "identical adapters give that adapter",
+    "additive": "T identical adapters give T times that adapter",
+    "cancels": "weights 1 and -1 of one adapter give zero",
+    "rotation-free": "coordinates in other orthonormal bases, such as core space, change nothing",
+    "factor-free": "the form of the factors, (B G⁻¹, G A) or ranks padded with zeros, changes nothing",
+}
+"""Laws that a method may declare; a contract test checks every one against those, and all against the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Parameters of one merge, resolved: a method reads those that its registry row lists.
+    """What one merge is made with, resolved: `recipe[DENSITY]` is the value of a parameter that the method takes.
 
     Attributes:
         parties: Names, in the order of the factors of every module.
         weights: One finite number per party, as given; a method that averages divides by their sum.
-        coefficient: Factor on the sum, or None for the method's own choice.
-        density: Share of entries to keep, in (0, 1].
-        semantics: Whose TIES: "paper", "peft" or "mergekit".
-        ridge: Relative ridge of a least-squares method, at least 0.
-        common_share: Share of the directions that `iso-cts` takes from the sum, in (0, 1].
-        spread: How far `della`'s probabilities vary with magnitude, in [0, 1].
-        outliers: Share of the largest entries that `breadcrumbs` drops, in [0, 1).
-        off_diagonal: What `regmean` keeps of Gram matrices outside their diagonals, in [0, 1].
-        statistics: Party → module → what public data say of it, where the row needs it; may be lazy.
-        noise: How much of each party's change is noise, where the row asks for it.
-        rank: Rank of the result, or None for the lowest exact one.
+        parameters: Parameter's name → value.
+        statistics: Party → module → what public data say of it, where the method needs it; may be lazy.
+        noise: How much of each party's change is noise, where the method asks for it.
         seed: Of random masks.
     """
 
     parties: tuple[str, ...]
     weights: tuple[float, ...]
-    coefficient: float | None = None
-    density: float = 1.0
-    semantics: str = "paper"
-    ridge: float = 0.0
-    common_share: float = 0.8
-    spread: float = 0.2
-    outliers: float = 0.01
-    off_diagonal: float = 0.9
+    parameters: Mapping[str, Value | None] = field(default_factory=dict)
     statistics: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     noise: tuple[Noise, ...] = ()
-    rank: int | None = None
     seed: int = 0
+
+    def __getitem__(self, parameter: Parameter[T]) -> T:
+        """Return the value of a parameter.
+
+        Raises:
+            ValueError: For one that has no value here: the method does not declare it.
+        """
+        value = self._stated(parameter)
+        if value is None:
+            raise ValueError(f"Expected parameters={dict(self.parameters)} to have {parameter.name}: declare it.")
+        return value
+
+    @property
+    def coefficient(self) -> float | None:
+        """Factor on the sum, or None for the method's own choice."""
+        return self._stated(COEFFICIENT)
 
     @property
     def factor(self) -> float:
         """The coefficient, 1 where none is stated."""
         return 1.0 if self.coefficient is None else self.coefficient
+
+    @property
+    def rank(self) -> int | None:
+        """Rank of the result, or None for the lowest exact one."""
+        return self._stated(RANK)
+
+    def _stated(self, parameter: Parameter[T]) -> T | None:
+        value = self.parameters.get(parameter.name)
+        return parameter.implied if value is None else parameter.kind(value)
 
 
 @dataclass(frozen=True)
@@ -65,17 +83,17 @@ class Combined:
     """What a method returns: a merged weight change.
 
     Attributes:
-        modules: Factors with scaling 1, per module.
+        modules: LowRankDelta with scaling 1, per module.
         coefficient: The factor that was used on the weighted sum, where a method has one.
         lost: Frobenius norm of what the rank left out, per module.
-        factors: One factor per party, where the method chose them; None otherwise.
+        coefficients: One factor per party, where the method chose them; None otherwise.
         weights: One factor per party, where what is merged is Σ weights_t τ_t but for what was lost; None otherwise.
     """
 
-    modules: dict[str, Factors]
+    modules: dict[str, LowRankDelta]
     coefficient: float
     lost: dict[str, float] = field(default_factory=dict)
-    factors: tuple[float, ...] | None = None
+    coefficients: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
 
 
@@ -95,9 +113,76 @@ def refuse_unequal_weights(recipe: Recipe, why: str, fix: str) -> None:
 
 
 Method = Callable[[Modules, Recipe], Combined]
+"""(modules, recipe) → what they combine to. Modules map a name to every party's change, in the order of the recipe's
+parties, all of one shape; the recipe holds weights and the parameters that the method declares. No method changes them.
+"""
 
-Rule = Callable[[str, tuple[Factors, ...]], tuple[Factors, float]]
+Rule = Callable[[str, tuple[LowRankDelta, ...]], tuple[LowRankDelta, float]]
 """(module, every party's factors) → merged factors and the Frobenius norm of what the rank left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeMethod:
+    """A merge method as it is declared beside its function.
+
+    Attributes:
+        name: As written in a configuration.
+        summary: One line.
+        source: arXiv id, or "-".
+        function: Modules and recipe to what they combine to.
+        laws: Keys of `LAWS` that hold.
+        takes: Parameters with defaults, in the order in which they are shown; None is "chosen by the method",
+            `REQUIRED` has no default.
+        limit: Parameters under which the method is another one, and that one's name.
+        most: Largest number of parties, or None for any.
+        statistics: Kind of `public_statistics` that it needs, or None.
+        whole_model: It looks at all modules at once (a threshold, a norm), not at one after the other.
+        noise: It asks how much of every adapter is noise.
+        is_weighted_sum: It is Σ c_t τ_t, and whoever calls may choose the weights for it, as `robust = "median"` does.
+    """
+
+    name: str
+    summary: str
+    source: str
+    function: Method
+    laws: frozenset[str]
+    takes: Mapping[Parameter[Any], Value | None]
+    limit: tuple[Mapping[str, float], str] | None = None
+    most: int | None = None
+    statistics: Literal["gram", "fisher"] | None = None
+    whole_model: bool = False
+    noise: bool = False
+    is_weighted_sum: bool = False
+
+    @property
+    def parameters(self) -> dict[str, Value | None]:
+        """Name → default of what it takes."""
+        return {parameter.name: default for parameter, default in self.takes.items()}
+
+    @property
+    def family(self) -> str:
+        """The file it lives in."""
+        return self.function.__module__.rpartition(".")[2]
+
+
+def result_rank(factors: tuple[LowRankDelta, ...], recipe: Recipe) -> int:
+    """Return the rank asked for, or else the sum of the inputs' ranks, as far as the matrix goes.
+
+    Args:
+        factors: Every party's change of one module.
+        recipe: Holds the rank that was asked for, if one was.
+    """
+    full = min(factors[0].shape)
+    return min(recipe.rank or sum(item.rank for item in factors), full)
+
+
+def total_of(matrices: Iterable[Tensor]) -> Tensor:
+    """Return the sum of matrices that are never held together."""
+    iterator = iter(matrices)
+    total = next(iterator).clone()
+    for matrix in iterator:
+        total += matrix
+    return total
 
 
 def per_module(modules: Modules, rule: Rule, coefficient: float, workers: int | None = None) -> Combined:
@@ -119,7 +204,7 @@ def per_module(modules: Modules, rule: Rule, coefficient: float, workers: int | 
     return Combined(merged, coefficient, {name: lost for name, (_, lost) in zip(modules, results, strict=True)})
 
 
-def _applied(rule: Rule, entry: tuple[str, tuple[Factors, ...]]) -> tuple[Factors, float]:
+def _applied(rule: Rule, entry: tuple[str, tuple[LowRankDelta, ...]]) -> tuple[LowRankDelta, float]:
     name, factors = entry
     if factors[0].device.type == "cpu":
         return rule(name, factors)

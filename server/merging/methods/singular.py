@@ -1,88 +1,34 @@
 """Methods that look at singular directions: KnOTS, TSV, Iso-C, Iso-CTS, and least squares on row spaces.
 
-All of them work on cores: coordinates in orthonormal bases Q_B, Q_A of the stacked factors, τ_t = Q_B M_t Q_Aᵀ. They
-are exact, and at most (T·r)² numbers in float64, or the full matrix's where T·r exceeds its sides. A party's M_t stays
-two thin factors. Directions whose singular value is rounding error are left out: they are no part of any party's
-change, and their vectors are arbitrary.
+All of them work on cores, the parties' coordinates in bases that they share; see `low_rank/cores.py`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import thin_qr, truncate
-from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module
+from dpmerge.server.merging.low_rank.cores import RELATIVE_ZERO, Core, core_of, side_by_side, support, thin_support
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, DENSITY, RANK, SEMANTICS, Parameter, Range
+from dpmerge.server.merging.methods.recipe import Combined, MergeMethod, Recipe, per_module
 from dpmerge.server.merging.methods.sparse import trimmed_mean
 
-RELATIVE_ZERO = 1e-12  # of the largest singular value; cores are float64
-
-
-@dataclass(frozen=True, eq=False)
-class Core:
-    """The parties' weight changes in shared coordinates, τ_t = q_b M_t q_aᵀ.
-
-    Attributes:
-        q_b: Orthonormal columns [out, k].
-        q_a: Orthonormal columns [in, l].
-        lefts: Thin factors of the parties' coordinates, M_t = left_t right_tᵀ, each [k, r_t].
-        rights: Each [l, r_t].
-    """
-
-    q_b: Tensor
-    q_a: Tensor
-    lefts: tuple[Tensor, ...]
-    rights: tuple[Tensor, ...]
-
-    def total(self) -> Tensor:
-        """Return Σ M_t, [k, l]."""
-        return torch.cat(self.lefts, 1) @ torch.cat(self.rights, 1).T
-
-    def lift(self, core: Tensor, rank: int | None) -> tuple[Factors, float]:
-        """Return q_b · core · q_aᵀ as factors, at a rank or the core's own, and the Frobenius norm of what is lost."""
-        u, s, v = support(core, least=1)
-        item = Factors((v * s.sqrt()).T @ self.q_a.T, self.q_b @ (u * s.sqrt()))
-        kept, lost = truncate(item, rank or item.rank)
-        return Factors(kept.a.float(), kept.b.float()), lost
-
-
-def core_of(factors: Sequence[Factors], weights: Sequence[float]) -> Core:
-    """Return the exact core of weighted weight changes, in the bases that the stacked factors span.
-
-    References: arXiv 2509.17786, section 3. Deviations: the stacked factors go through QR before their SVD.
-    """
-    (q_b, r_b), (q_a, r_a) = stacked_bases(factors, weights)
-    ranks = [item.rank for item in factors]
-    return Core(q_b, q_a, tuple(torch.split(r_b, ranks, 1)), tuple(torch.split(r_a, ranks, 1)))
-
-
-def stacked_bases(
-    factors: Sequence[Factors], weights: Sequence[float]
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return (Q_B, coordinates of all w_t s_t b_t) and (Q_A, coordinates of all a_tᵀ), side by side, in float64."""
-    ranks = [item.rank for item in factors]
-    scaled = (item.b.double() * (item.scaling * weight) for item, weight in zip(factors, weights, strict=True))
-    return _basis(_side_by_side(scaled, ranks)), _basis(_side_by_side((item.a.T for item in factors), ranks))
-
-
-def support(matrix: Tensor, least: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Return U, s, V (columns) of a matrix without the singular values that are rounding error, but `least` at least.
-
-    >>> support(torch.diag(torch.tensor([3.0, 0.0], dtype=torch.float64)))[1].tolist()
-    [3.0]
-    """
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    count = max(least, int((s > RELATIVE_ZERO * s[:1]).sum()))
-    return u[:, :count], s[:count], vh[:count].T
-
-
-def thin_support(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `support` of left rightᵀ without making that product: by QR of its thin factors."""
-    (q_left, r_left), (q_right, r_right) = thin_qr(left), thin_qr(right)
-    u, s, v = support(r_left @ r_right.T)
-    return q_left @ u, s, q_right @ v
+RIDGE = Parameter(
+    name="ridge",
+    kind=float,
+    about="Relative ridge of the least squares of wudi.",
+    example=1e-6,
+    range=Range(low=0.0),
+)
+COMMON_SHARE = Parameter(
+    name="common_share",
+    kind=float,
+    about="Share of iso-cts's directions from the sum.",
+    example=0.8,
+    range=Range(low=0.0, high=1.0, open_low=True),
+)
 
 
 def iso_c(modules: Modules, recipe: Recipe) -> Combined:
@@ -99,6 +45,16 @@ def iso_c(modules: Modules, recipe: Recipe) -> Combined:
     return _in_core(modules, recipe, rule, recipe.weights)
 
 
+ISO_C = MergeMethod(
+    name="iso-c",
+    summary="Flatten the spectrum of the sum.",
+    source="2502.04959",
+    function=iso_c,
+    laws=frozenset({"rotation-free", "factor-free"}),
+    takes={COEFFICIENT: 1.0, RANK: None},
+)
+
+
 def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
     """Flatten the sum's leading directions together with each party's leading directions outside them.
 
@@ -110,7 +66,7 @@ def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
 
     def rule(core: Core) -> Tensor:
         u, s, v = support(core.total())
-        common = max(1, round(recipe.common_share * len(s)))
+        common = max(1, round(recipe[COMMON_SHARE] * len(s)))
         own = (len(s) - common) // len(core.lefts)
         lefts, values, rights = [u[:, :common]], [s[:common]], [v[:, :common]]
         for part_left, part_right in zip(core.lefts, core.rights, strict=True) if own else ():
@@ -119,9 +75,20 @@ def iso_cts(modules: Modules, recipe: Recipe) -> Combined:
             lefts.append(left[:, :own])
             values.append(value[:own])
             rights.append(right[:, :own])
-        return _mean(torch.cat(values)) * orthonormal(torch.cat(lefts, 1)) @ orthonormal(torch.cat(rights, 1)).T
+        return _mean(torch.cat(values)) * polar_factor(torch.cat(lefts, 1)) @ polar_factor(torch.cat(rights, 1)).T
 
     return _in_core(modules, recipe, rule, recipe.weights)
+
+
+ISO_CTS = MergeMethod(
+    name="iso-cts",
+    summary="Flatten the sum's leading directions and each adapter's own beside them.",
+    source="2502.04959",
+    function=iso_cts,
+    laws=frozenset({"rotation-free", "factor-free"}),
+    takes={COEFFICIENT: 1.0, COMMON_SHARE: 0.8, RANK: None},
+    limit=({"common_share": 1.0}, "iso-c"),
+)
 
 
 def tsv(modules: Modules, recipe: Recipe) -> Combined:
@@ -136,11 +103,21 @@ def tsv(modules: Modules, recipe: Recipe) -> Combined:
     def rule(core: Core) -> Tensor:
         share = max(1, min(len(core.q_b), len(core.q_a)) // len(core.lefts))
         lefts, values, rights = zip(*map(thin_support, core.lefts, core.rights), strict=True)
-        left = orthonormal(torch.cat([u[:, :share] for u in lefts], 1))
-        right = orthonormal(torch.cat([v[:, :share] for v in rights], 1))
+        left = polar_factor(torch.cat([u[:, :share] for u in lefts], 1))
+        right = polar_factor(torch.cat([v[:, :share] for v in rights], 1))
         return (left * torch.cat([s[:share] for s in values])) @ right.T
 
     return _in_core(modules, recipe, rule, recipe.weights)
+
+
+TSV = MergeMethod(
+    name="tsv",
+    summary="Whiten the concatenated singular vectors, keep the singular values.",
+    source="2412.00081",
+    function=tsv,
+    laws=frozenset({"identity", "factor-free"}),
+    takes={COEFFICIENT: 1.0, RANK: None},
+)
 
 
 def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -149,29 +126,39 @@ def knots_ties(modules: Modules, recipe: Recipe) -> Combined:
     References: arXiv 2410.19735, section 4. Deviations: each party's V_t is trimmed by itself.
     """
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         left, values, rights = joint_svd(factors)
         right = trimmed_mean(rights, recipe).double()
-        item = Factors(values[:, None] * right * recipe.factor, left)
+        item = LowRankDelta(values[:, None] * right * recipe.factor, left)
         kept, lost = truncate(item, recipe.rank or item.rank)
-        return Factors(kept.a.float(), kept.b.float()), lost
+        return LowRankDelta(kept.a.float(), kept.b.float()), lost
 
     return per_module(modules, rule, recipe.factor)
 
 
-def joint_svd(factors: Sequence[Factors]) -> tuple[Tensor, Tensor, tuple[Factors, ...]]:
+KNOTS_TIES = MergeMethod(
+    name="knots-ties",
+    summary="Align by one SVD of all adapters, then TIES on the right factors.",
+    source="2410.19735",
+    function=knots_ties,
+    laws=frozenset({"identity", "idempotent", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.2, SEMANTICS: "paper", RANK: None},
+)
+
+
+def joint_svd(factors: Sequence[LowRankDelta]) -> tuple[Tensor, Tensor, tuple[LowRankDelta, ...]]:
     """Return U [out, k], S [k] and every party's V_tᵀ [k, in] as thin factors, with τ_t = U S V_tᵀ, in float64.
 
     The SVD of [τ_1 … τ_T] without that matrix: QR of the stacked b's and of each a leaves a core of [Σ r, Σ r].
     """
     bases = [thin_qr(item.a.T) for item in factors]
     ranks = [item.rank for item in factors]
-    q_b, r_b = thin_qr(_side_by_side((item.b.double() * item.scaling for item in factors), ranks))
+    q_b, r_b = thin_qr(side_by_side((item.b.double() * item.scaling for item in factors), ranks))
     lefts = torch.split(r_b, ranks, 1)
     joint = torch.cat([left @ r_a.T for left, (_, r_a) in zip(lefts, bases, strict=True)], 1)
     u, s, v = support(joint, least=1)
     parts = torch.split(v, [len(r_a) for _, r_a in bases])
-    return q_b @ u, s, tuple(Factors(q_a.T, part.T) for (q_a, _), part in zip(bases, parts, strict=True))
+    return q_b @ u, s, tuple(LowRankDelta(q_a.T, part.T) for (q_a, _), part in zip(bases, parts, strict=True))
 
 
 def wudi(modules: Modules, recipe: Recipe) -> Combined:
@@ -195,17 +182,27 @@ def wudi(modules: Modules, recipe: Recipe) -> Combined:
         pulls = torch.cat([x @ y @ k for x, y, k in zip(core.lefts, outer, middle, strict=True)], 1) @ rights
         values, vectors = torch.linalg.eigh(grams)
         floor = RELATIVE_ZERO * values[-1].clamp(min=0)
-        inverse = torch.where(values > floor, 1 / (values + recipe.ridge * values[-1]), 0.0)
+        inverse = torch.where(values > floor, 1 / (values + recipe[RIDGE] * values[-1]), 0.0)
         solution: Tensor = pulls @ vectors
         return torch.mm(solution * inverse, vectors.T)
 
     return _in_core(modules, recipe, rule, recipe.weights)
 
 
-def orthonormal(columns: Tensor) -> Tensor:
+WUDI = MergeMethod(
+    name="wudi",
+    summary="Least interference with every adapter's row space, in closed form.",
+    source="2503.08099",
+    function=wudi,
+    laws=frozenset({"identity", "idempotent", "rotation-free", "factor-free"}),
+    takes={COEFFICIENT: 1.0, RIDGE: 0.0, RANK: None},
+)
+
+
+def polar_factor(columns: Tensor) -> Tensor:
     """Return the nearest matrix with orthonormal columns on the span of the given ones: U Vᵀ of their SVD.
 
-    >>> orthonormal(torch.tensor([[2.0], [0.0]])).tolist()
+    >>> polar_factor(torch.tensor([[2.0], [0.0]])).tolist()
     [[1.0], [0.0]]
     """
     u, _, v = support(columns)
@@ -213,34 +210,15 @@ def orthonormal(columns: Tensor) -> Tensor:
 
 
 def _in_core(modules: Modules, recipe: Recipe, rule: Callable[[Core], Tensor], weights: Sequence[float]) -> Combined:
-    def lifted(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def lifted(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         core = core_of(factors, weights)
         return core.lift(recipe.factor * rule(core), recipe.rank)
 
     return per_module(modules, lifted, recipe.factor)
 
 
-def _basis(columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the orthonormal basis of columns' singular vectors, and the columns' coordinates in it."""
-    if columns.shape[1] >= columns.shape[0]:  # they may span everything, so a QR would make them no smaller
-        u, s, v = support(columns, least=1)
-        return u, s[:, None] * v.T
-    q, r = thin_qr(columns)
-    del columns  # as large as q
-    u, s, v = support(r, least=1)
-    return q @ u, s[:, None] * v.T
-
-
-def _side_by_side(pieces: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
-    """Return columns in float64, written where they stay."""
-    columns = torch.empty(0)
-    for t, piece in enumerate(pieces):
-        if t == 0:
-            columns = piece.new_empty(len(piece), sum(widths), dtype=torch.float64)
-        start = sum(widths[:t])
-        columns[:, start : start + widths[t]] = piece
-    return columns
-
-
 def _mean(values: Tensor) -> Tensor:
     return values.sum() / max(1, len(values))
+
+
+METHODS = (KNOTS_TIES, TSV, ISO_C, ISO_CTS, WUDI)

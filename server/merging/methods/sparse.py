@@ -6,24 +6,42 @@ what the rank leaves out is reported.
 """
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import Factors, Modules
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, Modules
 from dpmerge.server.merging.low_rank.algebra import factorise
-from dpmerge.server.merging.methods.recipe import Combined, Recipe, per_module, refuse_unequal_weights
+from dpmerge.server.merging.low_rank.strips import Cut, by_strips, rows_at_once, thresholds
+from dpmerge.server.merging.methods.parameter import COEFFICIENT, DENSITY, RANK, SEMANTICS, Parameter, Range
+from dpmerge.server.merging.methods.recipe import (
+    Combined,
+    MergeMethod,
+    Recipe,
+    per_module,
+    refuse_unequal_weights,
+    result_rank,
+    total_of,
+)
 
-Cut = Callable[[Tensor], Tensor]
-"""Rows of a party's full matrix → the same with entries dropped; is given all rows once, in order."""
-
-Sparsify = Callable[[str, int, Factors], Cut]
+Sparsify = Callable[[str, int, LowRankDelta], Cut]
 """(module, index of the party, its factors) → what drops entries there."""
 
-STRIP = 1 << 17
-"""Entries of a full matrix that are built at a time."""
+SPREAD = Parameter(
+    name="spread",
+    kind=float,
+    about="How far della's probabilities vary with magnitude.",
+    example=0.2,
+    range=Range(low=0.0, high=1.0),
+)
+OUTLIERS = Parameter(
+    name="outliers",
+    kind=float,
+    about="Share of the largest entries that breadcrumbs drops.",
+    example=0.01,
+    range=Range(low=0.0, high=1.0, open_high=True),
+)
 
 
 def ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -40,14 +58,25 @@ def ties(modules: Modules, recipe: Recipe) -> Combined:
     Deviations: at least one entry is kept (PEFT keeps none when density · n < 1). The paper has no weights, so unequal
     ones are refused under its name. Entries equal to its threshold are all kept, so that their order does not matter.
     """
-    if recipe.semantics == "paper":
-        thresholds = _thresholds(modules, len(recipe.weights), recipe.density)
-        return _elementwise(modules, recipe, lambda _, t, __: _at_least(thresholds[t]))
+    if recipe[SEMANTICS] == "paper":
+        least = thresholds(modules, len(recipe.weights), recipe[DENSITY])
+        return _elementwise(modules, recipe, lambda _, t, __: _at_least(least[t]))
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         return factorise(trimmed_mean(factors, recipe).mul_(recipe.factor), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
+
+
+TIES = MergeMethod(
+    name="ties",
+    summary="Trim small entries, elect signs, average what agrees.",
+    source="2306.01708",
+    function=ties,
+    laws=frozenset({"identity", "idempotent", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.2, SEMANTICS: "paper", RANK: None},
+    whole_model=True,
+)
 
 
 def dare(modules: Modules, recipe: Recipe) -> Combined:
@@ -55,7 +84,18 @@ def dare(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 3.1. Deviations: none.
     """
-    return _summed(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe.density, recipe))
+    return _summed(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe[DENSITY], recipe))
+
+
+DARE = MergeMethod(
+    name="dare",
+    summary="Drop entries at random, rescale the rest, sum.",
+    source="2311.03099",
+    function=dare,
+    laws=frozenset({"identity", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.5, RANK: None},
+    limit=({"density": 1.0}, "task-arithmetic"),
+)
 
 
 def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
@@ -63,7 +103,18 @@ def dare_ties(modules: Modules, recipe: Recipe) -> Combined:
 
     References: arXiv 2311.03099, section 4.1. Deviations: none.
     """
-    return _elementwise(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe.density, recipe))
+    return _elementwise(modules, recipe, lambda name, t, _: _sampled(name, t, lambda __: recipe[DENSITY], recipe))
+
+
+DARE_TIES = MergeMethod(
+    name="dare-ties",
+    summary="Drop entries at random, rescale, then elect signs and average what agrees.",
+    source="2311.03099",
+    function=dare_ties,
+    laws=frozenset({"identity", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.5, SEMANTICS: "paper", RANK: None},
+    limit=({"density": 1.0}, "ties"),
+)
 
 
 def della(modules: Modules, recipe: Recipe) -> Combined:
@@ -74,9 +125,20 @@ def della(modules: Modules, recipe: Recipe) -> Combined:
     """
 
     def chances(rows: Tensor) -> Tensor:
-        return keep_probabilities(rows, recipe.density, recipe.spread)
+        return keep_probabilities(rows, recipe[DENSITY], recipe[SPREAD])
 
     return _elementwise(modules, recipe, lambda name, t, _: _sampled(name, t, chances, recipe))
+
+
+DELLA = MergeMethod(
+    name="della",
+    summary="Drop small entries more often than large ones, rescale, elect signs, average.",
+    source="2406.11617",
+    function=della,
+    laws=frozenset({"identity", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.5, SPREAD: 0.2, SEMANTICS: "paper", RANK: None},
+    limit=({"density": 1.0}, "ties"),
+)
 
 
 def breadcrumbs(modules: Modules, recipe: Recipe) -> Combined:
@@ -86,11 +148,22 @@ def breadcrumbs(modules: Modules, recipe: Recipe) -> Combined:
     and where no outlier is dropped none of the others is either (mergekit returns zeros when int(outliers · n) = 0).
     """
 
-    def sparsify(_: str, __: int, item: Factors) -> Cut:
-        rows = iter(torch.split(middle(item.delta(), recipe.density, recipe.outliers), rows_at_once(item)))
+    def sparsify(_: str, __: int, item: LowRankDelta) -> Cut:
+        rows = iter(torch.split(middle(item.delta(), recipe[DENSITY], recipe[OUTLIERS]), rows_at_once(item)))
         return lambda _: next(rows)
 
     return _summed(modules, recipe, sparsify)
+
+
+BREADCRUMBS = MergeMethod(
+    name="breadcrumbs",
+    summary="Drop the largest and the small entries, sum the rest.",
+    source="2312.06795",
+    function=breadcrumbs,
+    laws=frozenset({"identity", "factor-free"}),
+    takes={COEFFICIENT: 1.0, DENSITY: 0.1, OUTLIERS: 0.01, RANK: None},
+    limit=({"density": 1.0}, "task-arithmetic"),
+)
 
 
 def elected_mean(matrices: Sequence[Tensor], recipe: Recipe) -> Tensor:
@@ -101,10 +174,10 @@ def elected_mean(matrices: Sequence[Tensor], recipe: Recipe) -> Tensor:
         recipe: Weights and semantics, as in `ties`.
     """
     weights = _weights(recipe)
-    votes = weights if recipe.semantics == "mergekit" else [1.0] * len(weights)
-    worth = weights if recipe.semantics == "peft" else [1.0] * len(weights)
+    votes = weights if recipe[SEMANTICS] == "mergekit" else [1.0] * len(weights)
+    worth = weights if recipe[SEMANTICS] == "peft" else [1.0] * len(weights)
     elected = total_of(vote * matrix for vote, matrix in zip(votes, matrices, strict=True)).sign_()
-    if recipe.semantics != "paper":
+    if recipe[SEMANTICS] != "paper":
         elected.add_(0.5).sign_()  # a tied election is positive
     total, divisor = torch.zeros_like(elected), torch.zeros_like(elected)
     for vote, alpha, matrix in zip(votes, worth, matrices, strict=True):
@@ -114,24 +187,33 @@ def elected_mean(matrices: Sequence[Tensor], recipe: Recipe) -> Tensor:
     return total.mul_(elected).div_(divisor.add_(divisor == 0))
 
 
-def trimmed_mean(factors: Sequence[Factors], recipe: Recipe) -> Tensor:
+def trimmed_mean(factors: Sequence[LowRankDelta], recipe: Recipe) -> Tensor:
     """Trim every party's matrix by itself, elect signs and average what agrees: TIES of one module, [out, in].
 
     Entries equal to the last that is kept are kept too; so at least one is.
 
-    >>> item = Factors(torch.eye(2), torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
-    >>> trimmed_mean([item], Recipe(parties=("shop",), weights=(1.0,), density=0.5))
+    Args:
+        factors: Every party's change of one module, [out, in].
+        recipe: Density, semantics and weights.
+
+    >>> item = LowRankDelta(torch.eye(2), torch.tensor([[1.0, -3.0], [2.0, 0.5]]))
+    >>> trimmed_mean([item], Recipe(parties=("shop",), weights=(1.0,), parameters={"density": 0.5}))
     tensor([[ 0., -3.],
             [ 2.,  0.]])
     """
-    cuts = [_at_least(*_thresholds({"": (item,)}, 1, recipe.density)) for item in factors]
-    return _by_strips(factors, cuts, lambda parts: elected_mean(parts, recipe))
+    cuts = [_at_least(*thresholds({"": (item,)}, 1, recipe[DENSITY])) for item in factors]
+    return by_strips(factors, cuts, lambda parts: elected_mean(parts, recipe))
 
 
 def middle(matrix: Tensor, density: float, outliers: float) -> Tensor:
     """Drop the share `outliers` of the largest entries, then keep the share `density`, and at least one.
 
     Fewer outliers are dropped where the density asks for their places.
+
+    Args:
+        matrix: [out, in].
+        density: Share to keep, in (0, 1].
+        outliers: Share to drop, in [0, 1).
 
     >>> middle(torch.tensor([[1.0, -3.0], [2.0, 0.5]]), 0.5, 0.25)
     tensor([[1., 0.],
@@ -149,6 +231,11 @@ def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
 
     It runs from density - h to density + h with h = spread · min(density, 1 - density), so its mean is the density.
 
+    Args:
+        matrix: [out, in].
+        density: Mean of the probabilities, in (0, 1].
+        spread: Share of the room around the density, in [0, 1].
+
     >>> keep_probabilities(torch.tensor([[1.0, -3.0, 2.0]]), 0.5, 0.5).tolist()
     [[0.25, 0.75, 0.5]]
     """
@@ -159,107 +246,37 @@ def keep_probabilities(matrix: Tensor, density: float, spread: float) -> Tensor:
     return torch.empty_like(matrix).scatter_(1, order, steps.expand_as(matrix))
 
 
-def strips(item: Factors) -> Iterator[Tensor]:
-    """Yield the full weight change in fp32, a few rows at a time: the same rows, so the same bits, each time."""
-    a, b = item.a.float(), item.b.float() * item.scaling
-    return (rows @ a for rows in torch.split(b, rows_at_once(item)))
-
-
-def rows_at_once(item: Factors) -> int:
-    """Return how many rows a strip has."""
-    return max(1, STRIP // item.shape[1])
-
-
 def _summed(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
     def combine(parts: list[Tensor]) -> Tensor:
         return total_of(recipe.factor * weight * part for weight, part in zip(recipe.weights, parts, strict=True))
 
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
-        return factorise(_by_strips(factors, cuts, combine), result_rank(factors, recipe))
+        return factorise(by_strips(factors, cuts, combine), result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
 
 
 def _elementwise(modules: Modules, recipe: Recipe, sparsify: Sparsify) -> Combined:
-    def rule(name: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         cuts = [sparsify(name, t, item) for t, item in enumerate(factors)]
-        merged = _by_strips(factors, cuts, lambda parts: recipe.factor * elected_mean(parts, recipe))
+        merged = by_strips(factors, cuts, lambda parts: recipe.factor * elected_mean(parts, recipe))
         return factorise(merged, result_rank(factors, recipe))
 
     return per_module(modules, rule, recipe.factor)
 
 
-def _by_strips(factors: Sequence[Factors], cuts: Sequence[Cut], combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """Return the merged matrix: of a few rows of every party's, with entries dropped, the same rows merged."""
-    merged = torch.empty(factors[0].shape, device=factors[0].device)
-    rows = torch.split(merged, rows_at_once(factors[0]))
-    for target, parts in zip(rows, zip(*map(strips, factors), strict=True), strict=True):
-        target.copy_(combine([cut(part) for cut, part in zip(cuts, parts, strict=True)]))
-    return merged
-
-
-def result_rank(factors: tuple[Factors, ...], recipe: Recipe) -> int:
-    """Return the rank asked for, or else the sum of the inputs' ranks, as far as the matrix goes."""
-    full = min(factors[0].shape)
-    return min(recipe.rank or sum(item.rank for item in factors), full)
-
-
 def _weights(recipe: Recipe) -> tuple[float, ...]:
-    if recipe.semantics != "paper":
+    if recipe[SEMANTICS] != "paper":
         return recipe.weights
     fix = "leave weights out, or choose semantics peft or mergekit"
     refuse_unequal_weights(recipe, "TIES as published has none", fix)
     return (1.0,) * len(recipe.weights)
 
 
-def total_of(matrices: Iterable[Tensor]) -> Tensor:
-    """Return the sum of matrices that are never held together."""
-    iterator = iter(matrices)
-    total = next(iterator).clone()
-    for matrix in iterator:
-        total += matrix
-    return total
-
-
-def _thresholds(modules: Modules, num_parties: int, density: float) -> list[float]:
-    """Return, per party, the magnitude that the share `density` of its entries over all modules reach.
-
-    Non-negative floats order as their bit patterns do, so two counting passes (upper, then lower 16 bits) select the
-    k-th largest exactly, without holding more than one module's matrix.
-    """
-    size = sum(math.prod(factors[0].shape) for factors in modules.values())
-    upper, lower = torch.zeros(2, num_parties, 1 << 16, dtype=torch.int64, device="cpu")
-    for factors in modules.values():
-        for counts, item in zip(upper, factors, strict=True):
-            for rows in strips(item):
-                counts += torch.bincount(_bits(rows) >> 16, minlength=1 << 16).cpu()
-    buckets = [_kth_largest(counts, max(1, int(density * size))) for counts in upper]
-    for factors in modules.values():
-        for counts, item, (bucket, _) in zip(lower, factors, buckets, strict=True):
-            for rows in strips(item):
-                inside = _bits(rows).sub_(bucket << 16).clamp_(-1, 1 << 16).add_(1)
-                counts += torch.bincount(inside, minlength=(1 << 16) + 2)[1:-1].cpu()
-    words = [
-        (bucket << 16) | _kth_largest(counts, place)[0] for counts, (bucket, place) in zip(lower, buckets, strict=True)
-    ]
-    return torch.tensor(words, dtype=torch.int32).view(torch.float32).tolist()
-
-
 def _at_least(threshold: float) -> Cut:
     below = torch.nextafter(torch.tensor(threshold), torch.tensor(0.0)).item()
     return lambda rows: torch.nn.functional.hardshrink(rows, below)  # keeps what is larger; faster than torch.where
-
-
-def _bits(rows: Tensor) -> Tensor:
-    return rows.abs().view(torch.int32).flatten()
-
-
-def _kth_largest(counts: Tensor, k: int) -> tuple[int, int]:
-    """Return the bin of the k-th largest item, and its place among that bin's items, counted from the largest."""
-    above = counts.flip(0).cumsum(0)
-    index = int(torch.searchsorted(above, k))
-    return len(counts) - 1 - index, k - int(above[index] - counts.flip(0)[index])
 
 
 def _sampled(name: str, party: int, keep: Callable[[Tensor], Tensor | float], recipe: Recipe) -> Cut:
@@ -273,3 +290,6 @@ def _sampled(name: str, party: int, keep: Callable[[Tensor], Tensor | float], re
         return (rows / kept).mul_(chance < kept)
 
     return cut
+
+
+METHODS = (TIES, DARE, DARE_TIES, DELLA, BREADCRUMBS)

@@ -17,10 +17,10 @@ from dpmerge.common.config.federation import TrainingSettings
 from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.training.alignment import LoraView, pull
 from dpmerge.common.training.optimizer import make_optimizer, scheduled
-from dpmerge.server.merging.adapters.deltas import Factors
+from dpmerge.server.merging.adapters.deltas import LowRankDelta
 
 
-def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mapping[str, Factors]) -> float | None:
+def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mapping[str, LowRankDelta]) -> float | None:
     """Return the estimated share in [0, 1] of ‖B‖² that is noise; None without privacy (no noise) or for B = 0.
 
     Args:

@@ -2,41 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from dpmerge.common.config.rules import build
 from dpmerge.common.config.sections import TrainingSettings
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.statement.statement import mechanism_from_statement
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.low_rank.algebra import singular_values
 from dpmerge.server.merging.noise.from_statement import noise_share
+from dpmerge.server.merging.noise.noise import Noise
 
-MODEL_ERROR = 0.01  # what replaying the optimizer on pure noise may be off by, relative to the noise's energy
 MAX_REPLAY = 1 << 28
 """Coordinates times steps that are replayed for a statement; a step by itself counts as 10,000 coordinates."""
 RELATIVE_ZERO = 1e-6  # of the largest singular value; factors are fp32
-
-
-@dataclass(frozen=True)
-class Noise:
-    """The noise in one adapter.
-
-    Attributes:
-        share: Share of ‖τ_t‖² that is noise, in [0, 1].
-        num_coordinates: How many independent values it was drawn in.
-        origin: "stated" in the adapter's statement, or "estimated" from its spectrum.
-    """
-
-    share: float
-    num_coordinates: int
-    origin: Literal["stated", "estimated"]
-
-    @property
-    def relative_error(self) -> float:
-        """Relative standard deviation of the noise's energy: that of its draw, and of the replay that predicts it."""
-        return math.sqrt(2 / max(1, self.num_coordinates) + MODEL_ERROR**2)
 
 
 def noise_of(adapter: Adapter) -> Noise:
@@ -64,7 +42,7 @@ def _num_values(adapter: Adapter) -> int:
     return sum(math.prod(item.source_b.shape) for item in adapter.modules.values())
 
 
-def estimated(modules: Mapping[str, Factors]) -> Noise:
+def estimated(modules: Mapping[str, LowRankDelta]) -> Noise:
     """Estimate the noise from the flatness of the spectra: a share of Σ r · median(s)² / Σ ‖τ‖², at most 1.
 
     The singular values of a tall matrix of independent noise are nearly equal, so that the median one tells all of
@@ -73,7 +51,7 @@ def estimated(modules: Mapping[str, Factors]) -> Noise:
 
     >>> import torch
     >>> flat, peaked = torch.eye(3), torch.diag(torch.tensor([1.0, 0.1, 0.1]))
-    >>> [round(estimated({"q": Factors(torch.eye(3), b)}).share, 3) for b in (flat, peaked)]
+    >>> [round(estimated({"q": LowRankDelta(torch.eye(3), b)}).share, 3) for b in (flat, peaked)]
     [1.0, 0.029]
     """
     noise, total, num_coordinates = 0.0, 0.0, 0

@@ -2,7 +2,9 @@
 
 import copy
 import csv
+import importlib
 import json
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from dpmerge.cli import main as cli
+from dpmerge.common.config.federation import parse_federation
 from dpmerge.common.encoder.base_model import load_base
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.privacy.accounting import cross_check
@@ -35,9 +38,11 @@ from dpmerge.server.merging.adapters.deltas import read_adapter
 from dpmerge.server.merging.card import OVERLAP, POST_PROCESSING
 from dpmerge.server.merging.party_heads import load_head
 from dpmerge.server.merging.registry import METHODS
+from dpmerge.server.merging.spec.federation import checked, merge_lines, merge_schema
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "five-organisations.toml"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "fine", "awful", "film"]
 TARGETS = ["query", "value"]
 
@@ -611,3 +616,67 @@ def test_without_adapters_or_a_place_to_go_it_says_what_is_missing(dpmerge, argu
     code, out, err = dpmerge(*arguments)
     assert (code, out) == (2, "")
     assert "--out" in err or "DPM-403" in err
+
+
+TOY = '''
+"""A family of one method, as somebody would add it."""
+
+from dpmerge.server.merging.methods.linear import weighted
+from dpmerge.server.merging.methods.parameter import RANK, Parameter, Range
+from dpmerge.server.merging.methods.recipe import MergeMethod
+
+SHRINKAGE = Parameter(
+    name="shrinkage", kind=float, about="How much of the sum is left.", example=0.5, range=Range(low=0.0, high=1.0)
+)
+
+
+def shrunk(modules, recipe):
+    return weighted(modules, recipe.weights, recipe.rank, recipe[SHRINKAGE])
+
+
+METHODS = (
+    MergeMethod(
+        name="shrunk",
+        summary="The sum, shortened.",
+        source="-",
+        function=shrunk,
+        laws=frozenset({"cancels", "rotation-free", "factor-free"}),
+        takes={SHRINKAGE: 0.25, RANK: None},
+        is_weighted_sum=True,
+    ),
+)
+'''
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """One new file, and its methods in the registry; the command is made anew, as a new process would."""
+    (tmp_path / "shrunk_family.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path)
+    (method,) = importlib.import_module("shrunk_family").METHODS
+    monkeypatch.setitem(METHODS, method.name, method)
+    command = sys.modules.pop("dpmerge.cli.commands.merge", None)
+    yield
+    sys.modules.pop("shrunk_family")
+    sys.modules.pop("dpmerge.cli.commands.merge", None)
+    if command:
+        sys.modules["dpmerge.cli.commands.merge"] = command
+
+
+@pytest.mark.usefixtures("toy")
+def test_one_new_file_is_a_method_of_the_command_and_of_a_federation_file(dpmerge, pair, tmp_path):
+    out = tmp_path / "merged"
+    code, _, err = dpmerge(*pair, "--method", "shrunk", "--shrinkage", 0.75, "--robust", "median", "--out", out)
+    assert (code, err) == (0, "")
+    record = json.loads((out / "merge.json").read_text())
+    assert (record["method"], record["parameters"]["shrinkage"]) == ("shrunk", 0.75)
+    _, listed, _ = dpmerge("--list", "--format", "json")
+    assert json.loads(listed)["methods"][-1]["takes"] == {"shrinkage": 0.25, "rank": None}
+    _, _, err = dpmerge(*pair, "--method", "shrunk", "--shrinkage", 2, "--out", tmp_path / "other")
+    assert err == "DPM-103: merge.shrinkage = 2.0 is outside [0, 1]; state shrinkage, for example 0.5\n"
+
+    file = EXAMPLE.read_text().replace("[merge]", "[merge]\nshrinkage = 0.5").replace('"geometry"', '"shrunk"')
+    federation = checked(parse_federation(file, "f.toml"), "f.toml")
+    assert federation.merge.parameters["shrinkage"] == 0.5
+    assert "shrinkage" in merge_schema()
+    assert any("How much of the sum is left." in line for line in merge_lines())

@@ -10,6 +10,7 @@ from dpmerge.common.untrusted.parsing import parse_json
 from dpmerge.server.intake.spool import Spool
 from dpmerge.server.merging.adapters.deltas import adapter_from_files
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 from tests.signed_releases import FEDERATION, HEAD, KEY, STRANGER, release, statement
 
 PEFT_SAYS = {"peft_type": "LORA", "bias": "none"}
@@ -42,7 +43,7 @@ def merged(dpmerge, tmp_path, *options):
 
 def expected(*parties):
     adapters = [adapter_from_files(SENT[party], party) for party in parties]
-    return to_files(as_release(merge(adapters, seed=7, method="average"), adapters))
+    return to_files(as_release(merge(adapters, spec_of("average", seed=7)), adapters))
 
 
 def test_a_spool_is_merged_to_the_bytes_of_the_run_that_filled_it(spool, dpmerge, tmp_path):

@@ -9,7 +9,8 @@ import torch
 
 from dpmerge.client.audit import membership_game as audit_module
 from dpmerge.client.audit.membership_game import audit_mechanism
-from dpmerge.common.privacy.accounting import calibrate, epsilon_pld
+from dpmerge.common.privacy.accounting import epsilon_pld
+from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism
 
 from ..training.loop import defects

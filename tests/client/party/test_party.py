@@ -22,7 +22,7 @@ from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import ADAPTER, STATEMENT, release_from_files, release_hash
 from dpmerge.common.statement.statement import check_statement, mechanism_from_statement, sentence
 from dpmerge.common.untrusted.parsing import ReleaseRefused
-from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.validation import validate
 
 
@@ -233,13 +233,13 @@ def with_users(plan, folder, num_users=60):
 def test_users_are_protected_as_a_whole(plan, tmp_path):
     protected = with_users(plan, tmp_path)
     sent = release_of(protected, tmp_path / "a")
-    terms = expectation_of(load_base(plan.base.model), [protected])
+    terms = release_spec_of(load_base(plan.base.model), [protected])
     release = validate("shop", sent, terms)
     assert (release.statement["privacy_unit"], release.statement["population"]) == ("user", 60)
     assert release.statement["epsilon"] <= 4.0
     assert "any one user" in sentence(release.statement)
     other = replace(protected, privacy=replace(protected.privacy, unit="record"))
-    terms = expectation_of(load_base(plan.base.model), [other])
+    terms = release_spec_of(load_base(plan.base.model), [other])
     with pytest.raises(ReleaseRefused, match="privacy_unit"):
         validate("shop", sent, terms)
 
@@ -259,13 +259,13 @@ def test_an_ascent_sample_of_its_own_is_agreed_stated_and_needs_less_noise(plan,
         training = replace(plan.training, sharpness="sam", ascent_sampling=sampling, num_steps=2)
         changed = replace(plan, training=training)
         sent = release_of(changed, tmp_path / sampling)
-        statement = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed])).statement
+        statement = validate("shop", sent, release_spec_of(load_base(plan.base.model), [changed])).statement
         assert statement["ascent_sampling"] == sampling
         assert 3.99 < statement["epsilon"] <= 4.0
         sigmas[sampling] = statement["noise_multiplier"]
     assert sigmas["separate"] < 0.9 * sigmas["paired"]
     paired = replace(changed, training=replace(changed.training, ascent_sampling="paired"))
-    terms = expectation_of(load_base(plan.base.model), [paired])
+    terms = release_spec_of(load_base(plan.base.model), [paired])
     with pytest.raises(ReleaseRefused, match="ascent_sampling"):
         validate("shop", sent, terms)
 
@@ -355,7 +355,7 @@ def own_cache(tmp_path, monkeypatch):
 def test_a_subspace_is_trained_stated_and_accepted_and_an_overlap_stays_in_the_partys_log(plan, tmp_path, own_cache):
     changed = in_subspace(plan, tmp_path, clip="public", allocation="public")
     sent = release_of(changed, tmp_path / "a")
-    release = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed]))
+    release = validate("shop", sent, release_spec_of(load_base(plan.base.model), [changed]))
     told = release.statement["subspace"]
     assert release.statement["num_coordinates"] == told["k"] == 8
     assert (told["public"], told["num_public"]) == ("public.txt", 12)
@@ -366,7 +366,7 @@ def test_a_subspace_is_trained_stated_and_accepted_and_an_overlap_stays_in_the_p
     assert again == sent
     for other in (plan, in_subspace(plan, tmp_path, clip="public", allocation="public", num_public=11)):
         with pytest.raises(ReleaseRefused, match=r"\[statement-terms\]"):
-            validate("shop", sent, expectation_of(load_base(plan.base.model), [other]))
+            validate("shop", sent, release_spec_of(load_base(plan.base.model), [other]))
 
 
 def with_the_rules_k(plan, folder, **options):
@@ -379,8 +379,8 @@ def with_the_rules_k(plan, folder, **options):
 def test_the_rules_k_is_trained_stated_and_accepted_and_no_other(plan, tmp_path, own_cache):
     changed = with_the_rules_k(plan, tmp_path)
     sent = release_of(changed, tmp_path / "a")
-    expectation = expectation_of(load_base(plan.base.model), [changed])
-    statement = validate("shop", sent, expectation).statement
+    release_spec = release_spec_of(load_base(plan.base.model), [changed])
+    statement = validate("shop", sent, release_spec).statement
     told = statement["subspace"]
     assert (told["k_origin"], told["k"]) == ("rule", statement["num_coordinates"])
     assert told["k"] == 8
@@ -391,17 +391,17 @@ def test_the_rules_k_is_trained_stated_and_accepted_and_no_other(plan, tmp_path,
     for k in (12, 32):
         other = {"num_coordinates": k, "subspace": told | {"k": k}}
         with pytest.raises(ReleaseRefused, match="statement-"):
-            validate("shop", sent | {STATEMENT: json.dumps(statement | other).encode()}, expectation)
+            validate("shop", sent | {STATEMENT: json.dumps(statement | other).encode()}, release_spec)
     stated = replace(changed.training, subspace=replace(changed.training.subspace, k=8))
     with pytest.raises(ReleaseRefused, match=r"training = .*\[statement-terms\]"):
-        validate("shop", sent, expectation_of(load_base(plan.base.model), [replace(changed, training=stated)]))
+        validate("shop", sent, release_spec_of(load_base(plan.base.model), [replace(changed, training=stated)]))
 
 
 def test_a_clip_norm_by_query_is_charged_before_it_is_known_and_stated_once_it_is(plan, tmp_path):
     subspace = SubspaceSettings(k=16, public="none", clip="quantile")
     changed = replace(plan, training=replace(plan.training, subspace=subspace))
     sent = release_of(changed, tmp_path / "a")
-    statement = validate("shop", sent, expectation_of(load_base(plan.base.model), [changed])).statement
+    statement = validate("shop", sent, release_spec_of(load_base(plan.base.model), [changed])).statement
     lines = Ledger(tmp_path / "a" / "ledger.jsonl").lines()
     charge = lines[0].entry["charge"]
     assert charged_mechanism(charge).queries == mechanism_from_statement(statement).queries
@@ -412,7 +412,7 @@ def test_a_clip_norm_by_query_is_charged_before_it_is_known_and_stated_once_it_i
     assert [check.status for check in found[1:]] == ["PASS", "PASS"]
     elsewhere = replace(changed, privacy=replace(plan.privacy, l2_clip_norm=1.1))
     with pytest.raises(ReleaseRefused, match=r"l2_clip_norm = .*\[statement-terms\]"):
-        validate("shop", sent, expectation_of(load_base(plan.base.model), [elsewhere]))
+        validate("shop", sent, release_spec_of(load_base(plan.base.model), [elsewhere]))
 
 
 def test_a_killed_training_in_a_refreshed_subspace_goes_on_as_if_it_had_not_been(

@@ -29,7 +29,7 @@ from dpmerge.common.release.wire import Verdict, pack_verdict
 from dpmerge.common.statement.verify import Trust, check_release, verdict
 from dpmerge.server.intake.receipts import make_receipt
 from dpmerge.simulations.flower import sites_of
-from dpmerge.simulations.keys import found
+from dpmerge.simulations.keys import create_federation
 from tests.signed_releases import FEDERATION, KEY, KEYS, SERVER_KEY, STRANGER
 
 from .test_party import make_plan
@@ -145,7 +145,7 @@ def test_no_site_is_deployed_without_a_policy(plan, policy, tmp_path, monkeypatc
         Site(plan=plan, folder=tmp_path, num_threads=1, federation="f", key_file=tmp_path, server_keys=())
     one = site(plan, policy, tmp_path)
     assert one.rules is policy
-    (simulated,) = sites_of([plan], found(tmp_path / "run", [plan.party]), tmp_path, num_threads=1)
+    (simulated,) = sites_of([plan], create_federation(tmp_path / "run", [plan.party]), tmp_path, num_threads=1)
     assert simulated.rules is None
     asked = Message(pack_verdict(Verdict(code="DPM-401", reason="no")), dst_node_id=1, message_type="query")
     context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})

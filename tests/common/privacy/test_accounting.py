@@ -8,15 +8,15 @@ import pytest
 from dp_accounting.gaussian_mechanism import get_epsilon_gaussian
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.privacy import accounting
+from dpmerge.common.privacy import accounting, calibration
 from dpmerge.common.privacy.accounting import (
-    calibrate,
     cross_check,
     epsilon_pld,
     epsilon_prv,
     epsilon_rdp,
     epsilon_together,
 )
+from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "accounting.json").read_text())
@@ -44,7 +44,7 @@ def make(sigma=1.0, q=0.05, steps=40, delta=1e-5, **changes):
 
 
 def test_docstring_examples():
-    assert doctest.testmod(accounting).failed == 0
+    assert [doctest.testmod(module).failed for module in (accounting, calibration)] == [0, 0]
 
 
 @pytest.mark.parametrize(

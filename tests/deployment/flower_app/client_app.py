@@ -11,20 +11,20 @@ from dpmerge.client.party import party as party_module
 from dpmerge.common.config.federation import load_federation, party_plan
 from dpmerge.common.release.key_list import SERVER
 from dpmerge.simulations.flower import SimulatedSite
-from dpmerge.simulations.keys import found
+from dpmerge.simulations.keys import create_federation
 
 
 def site_of(context: Context) -> SimulatedSite:
     folder, party = (Path(str(context.node_config["folder"])), str(context.node_config["party"]))
     watch(folder, party)
-    founding = found(folder, [])
+    simulated = create_federation(folder, [])
     return SimulatedSite(
         plan=party_plan(load_federation(folder / "federation.toml"), party),
         folder=folder / "parties" / party,
         num_threads=1,
-        federation=founding.federation,
-        key_file=founding.key_file(party),
-        server_keys=founding.keys.keys[SERVER],
+        federation=simulated.id,
+        key_file=simulated.key_file(party),
+        server_keys=simulated.keys.keys[SERVER],
     )
 
 

@@ -13,11 +13,11 @@ from dpmerge.common.public.terms import terms_hash
 from dpmerge.common.release.wire import Terms
 from dpmerge.server import app as app_module
 from dpmerge.server.app import Collection, server_app
-from dpmerge.server.intake.expectation import expectation_of
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.spool import Spool
-from dpmerge.simulations.keys import found
+from dpmerge.simulations.keys import create_federation
 
 HOST = "superlink"
 
@@ -29,19 +29,19 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     folder = Path(str(context.run_config["folder"]))
-    federation, founding = load_federation(folder / "federation.toml"), found(folder, [])
+    federation, simulated = load_federation(folder / "federation.toml"), create_federation(folder, [])
     plans = [party_plan(federation, party.name) for party in federation.parties]
     base = load_base(plans[0].base.model)
     reception = Reception(
-        federation=founding.federation,
-        expectation=expectation_of(base, plans),
-        keys=founding.keys,
-        key=founding.server_key,
+        federation=simulated.id,
+        release_spec=release_spec_of(base, plans),
+        keys=simulated.keys,
+        key=simulated.server_key,
         spool=WatchedSpool(folder),
         receipts=WatchedReceipts(folder),
     )
     collection = Collection()
-    terms = Terms(terms_hash(plans[0], base.sha256), founding.federation)
+    terms = Terms(terms_hash(plans[0], base.sha256), simulated.id)
     product = server_app(terms, reception, collection, num_parties=len(plans), stop=threading.Event())
     product(grid, context)
     (folder / f"collection-{context.run_id}").write_text(repr(collection))

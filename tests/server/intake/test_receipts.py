@@ -8,7 +8,7 @@ import rfc8785
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import SIGNATURE
 from dpmerge.common.release.manifest import manifest_hash, manifest_of, parse_signature
-from dpmerge.common.release.receipt import check_receipt, coarse
+from dpmerge.common.release.receipt import check_receipt, minute_of
 from dpmerge.common.release.signing import seal
 from dpmerge.common.untrusted.parsing import ReleaseRefused
 from dpmerge.server.intake.receipts import Receipts, make_receipt
@@ -90,7 +90,7 @@ def test_a_receipt_that_no_believed_server_signed_is_refused(sent):
 
 def test_times_without_a_zone_are_a_defect():
     with pytest.raises(ValueError, match="time zone"):
-        coarse(datetime(2026, 3, 1))
+        minute_of(datetime(2026, 3, 1))
 
 
 def test_the_same_receipt_again_is_on_disk_again(tmp_path, sent, monkeypatch):

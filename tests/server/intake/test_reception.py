@@ -19,7 +19,7 @@ from dpmerge.server.intake import reception as module
 from dpmerge.server.intake.receipts import Receipts
 from dpmerge.server.intake.reception import Reception
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation
+from dpmerge.server.intake.validation import ReleaseSpec
 from tests.signed_releases import FEDERATION, KEY, KEYS, SERVER_KEY, STRANGER, signed_files, statement
 
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
@@ -38,7 +38,7 @@ def open_reception(folder, **changes) -> Reception:
     parties: Any = dict.fromkeys(("shop", "cinema"))
     settings: dict[str, Any] = {
         "federation": FEDERATION,
-        "expectation": Expectation(
+        "release_spec": ReleaseSpec(
             parties=parties, base_sha256="c" * 64, adapter_config={}, shapes={}, max_bytes=1 << 20
         ),
         "keys": KEYS,

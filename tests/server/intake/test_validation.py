@@ -17,7 +17,7 @@ from dpmerge.common.release.format import ADAPTER, CONFIG, HEAD, STATEMENT, Head
 from dpmerge.common.statement.statement import build_statement
 from dpmerge.common.untrusted.parsing import REASONS, ReleaseRefused
 from dpmerge.server.intake.spool import Spool
-from dpmerge.server.intake.validation import Expectation, PartyTerms, validate
+from dpmerge.server.intake.validation import PartyTerms, ReleaseSpec, validate
 from tests.release_changes import Files, edit, put, scaled, tensors
 
 STEM = "base_model.model.layer.0.query"
@@ -73,10 +73,10 @@ def good() -> Files:
 
 
 @pytest.fixture(scope="module")
-def expectation() -> Expectation:
+def release_spec() -> ReleaseSpec:
     start = Head("linear", ("bad", "good"), torch.zeros(2, 5), torch.zeros(2), 8.0)
     terms = PartyTerms(head=start, mechanism=AGREED | AGREED_NOISE_SEED, epsilon=2.0)
-    return Expectation(
+    return ReleaseSpec(
         parties={"shop": terms, "bank": terms},
         base_sha256=BASE,
         adapter_config=CONFIG_FIELDS,
@@ -164,37 +164,37 @@ def without(files: Files, key: str) -> bytes:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_releases_are_refused(good: Files, expectation: Expectation, case: str) -> None:
+def test_hostile_releases_are_refused(good: Files, release_spec: ReleaseSpec, case: str) -> None:
     reason, change = HOSTILE[case]
     files = change(copy.copy(good))
     assert files != good
     with pytest.raises(ReleaseRefused) as caught:
-        validate("shop", files, expectation)
+        validate("shop", files, release_spec)
     assert caught.value.reason == reason, str(caught.value)
     assert "shop" in str(caught.value)
 
 
-def test_a_good_release_is_accepted(good: Files, expectation: Expectation) -> None:
-    accepted = validate("shop", good, expectation)
+def test_a_good_release_is_accepted(good: Files, release_spec: ReleaseSpec) -> None:
+    accepted = validate("shop", good, release_spec)
     assert to_files(accepted) == good
 
 
-def test_refusals_name_the_tensor(good: Files, expectation: Expectation) -> None:
+def test_refusals_name_the_tensor(good: Files, release_spec: ReleaseSpec) -> None:
     for case in ("NaN", "wrong rank", "own A", "half precision"):
         with pytest.raises(
             ReleaseRefused, match=r"shop: adapter_model\.safetensors: base_model\.model\.layer\.0\.query"
         ):
-            validate("shop", HOSTILE[case][1](good), expectation)
+            validate("shop", HOSTILE[case][1](good), release_spec)
 
 
-def test_a_stranger_is_refused(good: Files, expectation: Expectation) -> None:
+def test_a_stranger_is_refused(good: Files, release_spec: ReleaseSpec) -> None:
     with pytest.raises(ReleaseRefused, match="unknown-party"):
-        validate("stranger", good, expectation)
+        validate("stranger", good, release_spec)
 
 
-def test_a_label_text_head_must_be_the_label_texts(expectation: Expectation) -> None:
-    terms = replace(expectation.parties["shop"], head=head("label-text"))
-    agreed = replace(expectation, parties={"shop": terms})
+def test_a_label_text_head_must_be_the_label_texts(release_spec: ReleaseSpec) -> None:
+    terms = replace(release_spec.parties["shop"], head=head("label-text"))
+    agreed = replace(release_spec, parties={"shop": terms})
     files = to_files(replace(release("shop", num_coordinates=8), heads={"shop": head("label-text")}))
     validate("shop", files, agreed)
     validate("shop", scaled("shop.weight", 1.00001, HEAD)(files), agreed)
@@ -204,16 +204,16 @@ def test_a_label_text_head_must_be_the_label_texts(expectation: Expectation) -> 
         validate("shop", to_files(release("shop")), agreed)
 
 
-def test_without_privacy_only_where_agreed(good: Files, expectation: Expectation) -> None:
-    terms = PartyTerms(head=expectation.parties["shop"].head, mechanism=AGREED | {"private": False}, epsilon=None)
-    agreed = replace(expectation, parties={"shop": terms})
+def test_without_privacy_only_where_agreed(good: Files, release_spec: ReleaseSpec) -> None:
+    terms = PartyTerms(head=release_spec.parties["shop"].head, mechanism=AGREED | {"private": False}, epsilon=None)
+    agreed = replace(release_spec, parties={"shop": terms})
     validate("shop", to_files(release("shop", private=False)), agreed)
     with pytest.raises(ReleaseRefused, match="statement-terms"):
         validate("shop", good, agreed)
 
 
-def test_a_trained_a_is_bound_by_shape_only(good: Files, expectation: Expectation) -> None:
-    files, agreed = scaled(A, 1.5)(good), replace(expectation, shared_a={})
+def test_a_trained_a_is_bound_by_shape_only(good: Files, release_spec: ReleaseSpec) -> None:
+    files, agreed = scaled(A, 1.5)(good), replace(release_spec, shared_a={})
     trained = NUM_TRAINED + 2 * 5
     charged = json.loads(files[STATEMENT])["sampler_delta"] * trained / NUM_TRAINED  # per noised value
     validate("shop", edit(STATEMENT, num_coordinates=trained, sampler_delta=charged)(files), agreed)
@@ -221,11 +221,11 @@ def test_a_trained_a_is_bound_by_shape_only(good: Files, expectation: Expectatio
         validate("shop", files, agreed)
 
 
-def test_a_refused_release_leaves_the_spool_as_it_was(tmp_path: Path, good: Files, expectation: Expectation) -> None:
+def test_a_refused_release_leaves_the_spool_as_it_was(tmp_path: Path, good: Files, release_spec: ReleaseSpec) -> None:
     spool = Spool(tmp_path)
     spool.accept("bank", good)
     with pytest.raises(ReleaseRefused):
-        spool.accept("shop", to_files(validate("shop", HOSTILE["NaN"][1](good), expectation)))
+        spool.accept("shop", to_files(validate("shop", HOSTILE["NaN"][1](good), release_spec)))
     assert spool.releases() == {"bank": good}
 
 

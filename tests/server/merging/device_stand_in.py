@@ -18,9 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpmerge.server.merging import merge as merge_module
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import Merged, merge
-from dpmerge.server.merging.registry import METHODS, REQUIRED
+from dpmerge.server.merging.methods.recipe import REQUIRED
+from dpmerge.server.merging.registry import METHODS
+from dpmerge.server.merging.spec.spec import spec_of
 
 PLACE = torch.device("meta")
 COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
@@ -88,7 +90,7 @@ def adapters(*, shared: bool, rank: int) -> list[Adapter]:
         modules = {}
         for name, (out, width) in SHAPES.items():
             a = torch.randn(rank, width, generator=torch.Generator().manual_seed(9) if shared else generator)
-            modules[name] = Factors(a, torch.randn(out, rank, generator=generator), 1.5)
+            modules[name] = LowRankDelta(a, torch.randn(out, rank, generator=generator), 1.5)
         found.append(Adapter(party, modules, {"base_model_name_or_path": "tiny"}, party))
     return found
 
@@ -100,7 +102,7 @@ def run(method: str, inputs: list[Adapter], **options: Any) -> Merged:
     if kind := METHODS[method].statistics:
         numbers = {n: torch.eye(width) if kind == "gram" else torch.ones(o, width) for n, (o, width) in SHAPES.items()}
         options["statistics"] = {item.party: numbers for item in inputs}
-    return merge(inputs, method=method, **options)
+    return merge(inputs, spec_of(method, **options))
 
 
 @pytest.fixture

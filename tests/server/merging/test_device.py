@@ -9,8 +9,9 @@ import torch
 
 from dpmerge.common.errors import DpmergeError
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.parameters import device_of
 from dpmerge.server.merging.registry import METHODS
+from dpmerge.server.merging.spec.checks import device_of
+from dpmerge.server.merging.spec.spec import spec_of
 from tests.server.merging.device_stand_in import adapters, run
 
 
@@ -26,9 +27,9 @@ def test_every_method_works_on_a_stand_in_for_another_device() -> None:
 def test_cuda_is_refused_in_words_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DpmergeError, match=r"DPM-103: merge\.device = 'cuda' is not there: torch sees no CUDA device"):
-        merge(adapters(shared=True, rank=2), method="average", device="cuda")
+        merge(adapters(shared=True, rank=2), spec_of("average", device="cuda"))
     with pytest.raises(DpmergeError, match="'tpu' is unknown; choose one of cpu, cuda, auto"):
-        merge(adapters(shared=True, rank=2), method="average", device="tpu")  # type: ignore[arg-type]
+        merge(adapters(shared=True, rank=2), spec_of("average", device="tpu"))  # type: ignore[arg-type]
     assert device_of("auto").type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [device_of(name).type for name in ("auto", "cuda", "cpu")] == ["cuda", "cuda", "cpu"]

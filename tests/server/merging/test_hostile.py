@@ -7,7 +7,7 @@ import pytest
 
 from dpmerge.common.release.format import README, SIGNATURE, STATEMENT, write_files
 from dpmerge.server.merging.adapters.deltas import read_adapter
-from dpmerge.server.merging.gate.gate import inspect
+from dpmerge.server.merging.gate.gate import inspect_adapters
 from dpmerge.server.merging.noise.shares import MAX_REPLAY, noise_of
 from tests.release_changes import edit
 from tests.signed_releases import signed_files
@@ -34,7 +34,7 @@ def write(folder: Path, **changes: object) -> Path:
     ],
 )
 def test_numbers_and_kinds_that_no_release_has_are_refused(tmp_path: Path, changes: dict[str, object]) -> None:
-    gate = inspect([(None, write(tmp_path / "a", **changes))], strict=True)
+    gate = inspect_adapters([(None, write(tmp_path / "a", **changes))], strict=True)
     assert [str(refusal).startswith("DPM-401") for refusal in gate.refusals] == [True]
     assert all(str(refusal).isprintable() for refusal in gate.refusals)
 

@@ -13,22 +13,24 @@ import torch
 from torch import Tensor
 
 from dpmerge.server import merging
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import Merged, merge
-from dpmerge.server.merging.registry import LAWS, METHODS, REQUIRED
+from dpmerge.server.merging.methods.recipe import LAWS, REQUIRED
+from dpmerge.server.merging.registry import METHODS
+from dpmerge.server.merging.spec.spec import spec_of
 
 SHAPES = {"encoder.layer.0.query": (12, 10), "encoder.layer.0.output": (9, 14)}
 
-Variant = Callable[[int, int], Factors]
+Variant = Callable[[int, int], LowRankDelta]
 
 
 def normal(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
-def factors(name: str, seed: int, rank: int, scaling: float, *, shared: bool = False) -> Factors:
+def factors(name: str, seed: int, rank: int, scaling: float, *, shared: bool = False) -> LowRankDelta:
     out, width = SHAPES[name]
-    return Factors(normal((rank, width), 7 if shared else 2 * seed), normal((out, rank), 2 * seed + 1), scaling)
+    return LowRankDelta(normal((rank, width), 7 if shared else 2 * seed), normal((out, rank), 2 * seed + 1), scaling)
 
 
 def adapter(party: str, seed: int, rank: int = 3, scaling: float = 2.0, **options: bool) -> Adapter:
@@ -36,7 +38,7 @@ def adapter(party: str, seed: int, rank: int = 3, scaling: float = 2.0, **option
     return Adapter(party, modules, {"base_model_name_or_path": "tiny", "r": rank}, f"{party}-{seed}")
 
 
-def mapped(item: Adapter, change: Callable[[Factors], Factors], party: str | None = None) -> Adapter:
+def mapped(item: Adapter, change: Callable[[LowRankDelta], LowRankDelta], party: str | None = None) -> Adapter:
     return replace(item, party=party or item.party, modules={name: change(f) for name, f in item.modules.items()})
 
 
@@ -51,23 +53,27 @@ VARIANTS: dict[str, Callable[[], list[Adapter]]] = {
     ],
     "more ranks than width": lambda: [adapter(name, i, 8) for i, name in enumerate("abcd")],
     "half precision": lambda: [
-        mapped(adapter(name, i), lambda f: Factors(f.a.bfloat16().float(), f.b.half().float(), f.scaling))
+        mapped(adapter(name, i), lambda f: LowRankDelta(f.a.bfloat16().float(), f.b.half().float(), f.scaling))
         for i, name in enumerate("abc")
     ],
     "one": lambda: [adapter("a", 1)],
 }
 EXTREME: dict[str, Callable[[], list[Adapter]]] = {
-    "zero": lambda: [mapped(adapter(name, 1), lambda f: Factors(f.a, 0 * f.b)) for name in "abc"],
-    "one zero": lambda: [mapped(adapter("a", 1), lambda f: Factors(f.a, 0 * f.b)), adapter("b", 2)],
-    "collinear": lambda: [mapped(adapter("a", 1), lambda f, k=k: Factors(f.a, k * f.b), str(k)) for k in (1, 2, 3)],
-    "antipodal": lambda: [adapter("a", 1), mapped(adapter("b", 1), lambda f: Factors(f.a, -f.b, f.scaling))],
-    "tiny": lambda: [mapped(adapter(n, i), lambda f: Factors(1e-15 * f.a, 1e-15 * f.b)) for i, n in enumerate("ab")],
-    "subnormal": lambda: [
-        mapped(adapter(n, i), lambda f: Factors(1e-25 * f.a, 1e-25 * f.b)) for i, n in enumerate("ab")
+    "zero": lambda: [mapped(adapter(name, 1), lambda f: LowRankDelta(f.a, 0 * f.b)) for name in "abc"],
+    "one zero": lambda: [mapped(adapter("a", 1), lambda f: LowRankDelta(f.a, 0 * f.b)), adapter("b", 2)],
+    "collinear": lambda: [
+        mapped(adapter("a", 1), lambda f, k=k: LowRankDelta(f.a, k * f.b), str(k)) for k in (1, 2, 3)
     ],
-    "huge": lambda: [mapped(adapter(n, i), lambda f: Factors(1e8 * f.a, 1e8 * f.b)) for i, n in enumerate("ab")],
+    "antipodal": lambda: [adapter("a", 1), mapped(adapter("b", 1), lambda f: LowRankDelta(f.a, -f.b, f.scaling))],
+    "tiny": lambda: [
+        mapped(adapter(n, i), lambda f: LowRankDelta(1e-15 * f.a, 1e-15 * f.b)) for i, n in enumerate("ab")
+    ],
+    "subnormal": lambda: [
+        mapped(adapter(n, i), lambda f: LowRankDelta(1e-25 * f.a, 1e-25 * f.b)) for i, n in enumerate("ab")
+    ],
+    "huge": lambda: [mapped(adapter(n, i), lambda f: LowRankDelta(1e8 * f.a, 1e8 * f.b)) for i, n in enumerate("ab")],
     "single entry": lambda: [
-        Adapter(n, {"x": Factors(torch.tensor([[v]]), torch.tensor([[1.0]]))}, {"base_model_name_or_path": "t"}, n)
+        Adapter(n, {"x": LowRankDelta(torch.tensor([[v]]), torch.tensor([[1.0]]))}, {"base_model_name_or_path": "t"}, n)
         for n, v in (("a", 1.0), ("b", -2.0))
     ],
 }
@@ -99,7 +105,7 @@ def run(method: str, adapters: Sequence[Adapter], **options: Any) -> Merged:
         options = {"statistics": public_statistics(kind, adapters)} | options
     if METHODS[method].parameters.get("coefficient") == REQUIRED:
         options = {"coefficient": 1.0} | options
-    return merge(adapters, method=method, **options)
+    return merge(adapters, spec_of(method, **options))
 
 
 def plain(method: str) -> dict[str, float]:
@@ -160,13 +166,13 @@ def test_cancels(method: str, variant: str) -> None:
 def test_factor_free(method: str, variant: str) -> None:
     adapters = VARIANTS[variant]()
 
-    def transform(item: Factors) -> Factors:
+    def transform(item: LowRankDelta) -> LowRankDelta:
         g = torch.eye(item.rank) + 0.3 * normal((item.rank, item.rank), item.rank)
-        return Factors(g @ item.a, item.b @ torch.linalg.inv(g), item.scaling)
+        return LowRankDelta(g @ item.a, item.b @ torch.linalg.inv(g), item.scaling)
 
-    def pad(item: Factors) -> Factors:
+    def pad(item: LowRankDelta) -> LowRankDelta:
         a = torch.cat([item.a, normal((2, item.a.shape[1]), 5)])
-        return Factors(a, torch.cat([item.b, torch.zeros(len(item.b), 2)], 1), item.scaling)
+        return LowRankDelta(a, torch.cat([item.b, torch.zeros(len(item.b), 2)], 1), item.scaling)
 
     # every rank is stated, because the default of element-wise methods is the sum of the stored ranks
     reference = run(method, adapters, rank=20)
@@ -265,7 +271,9 @@ def test_a_module_that_a_party_lacks_counts_as_zero(method: str) -> None:
     first, second = adapter("a", 1), adapter("b", 2)
     name = min(SHAPES)
     lacking = replace(second, modules={k: v for k, v in second.modules.items() if k != name})
-    zero = replace(second, modules=second.modules | {name: Factors(second.modules[name].a, 0 * second.modules[name].b)})
+    zero = replace(
+        second, modules=second.modules | {name: LowRankDelta(second.modules[name].a, 0 * second.modules[name].b)}
+    )
     loose = run(method, [first, lacking], strict=False, rank=100)
     assert loose.info["absent"] == [f"b: {name}"]
     expected = {key: f.delta() for key, f in run(method, [first, zero], rank=100).modules.items()}

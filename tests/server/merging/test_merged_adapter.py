@@ -16,8 +16,9 @@ from dpmerge.common.release.format import write_release
 from dpmerge.common.untrusted.parsing import MAX_HEADER_BYTES
 from dpmerge.server.evaluation.public_statistics import public_statistics
 from dpmerge.server.merging.adapters.deltas import Adapter, read_adapter
-from dpmerge.server.merging.gate.gate import inspect
+from dpmerge.server.merging.gate.gate import inspect_adapters
 from dpmerge.server.merging.merge import as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 PREFIX = "base_model.model."
 
@@ -51,10 +52,10 @@ def adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
 
 
 def merged(folder: Path, *inputs: Path, **options: Any) -> tuple[Path, tuple[Adapter, ...]]:
-    gate = inspect([(None, path) for path in inputs], strict=False)
+    gate = inspect_adapters([(None, path) for path in inputs], strict=False)
     assert gate.refusals == ()
     options = {"method": "average", "strict": False} | options
-    write_release(folder, as_release(merge(gate.adapters, **options), gate.adapters))
+    write_release(folder, as_release(merge(gate.adapters, spec_of(**options)), gate.adapters))
     return folder, gate.adapters
 
 
@@ -216,7 +217,7 @@ def with_copy(folder: Path, seed: int, copy: Tensor) -> Path:
 
 def test_a_copy_of_the_base_that_all_share_is_left_out_and_said(tmp_path: Path) -> None:
     folders = [with_copy(tmp_path / party, seed, torch.ones(7, 4)) for seed, party in enumerate(("shop", "library"))]
-    gate = inspect([(None, folder) for folder in folders], strict=True)
+    gate = inspect_adapters([(None, folder) for folder in folders], strict=True)
     assert gate.refusals == ()
     assert "its copy of embed is taken for the base model's own and is not written" in gate.warnings[0]
     out, _ = merged(tmp_path / "out", *folders)
@@ -227,7 +228,7 @@ def test_copies_of_the_base_that_differ_are_refused(tmp_path: Path) -> None:
     folders = [
         with_copy(tmp_path / name, seed, torch.ones(7, 4) + seed) for seed, name in enumerate(("shop", "library"))
     ]
-    (refusal,) = inspect([(None, folder) for folder in folders], strict=True).refusals
+    (refusal,) = inspect_adapters([(None, folder) for folder in folders], strict=True).refusals
     assert str(refusal).startswith("DPM-402: library: its copy of the base model's embed is not that of shop")
 
 
@@ -255,11 +256,11 @@ def test_heads_are_kept_per_party_and_again_after_a_second_merge(tmp_path: Path)
             "shop/classifier.weight": (2, 2), "shop/classifier.bias": (2,),
             "library/classifier.weight": (3, 2), "library/classifier.bias": (3,),
         }  # fmt: skip
-    (refusal,) = inspect([(None, out), (None, folders[0])], strict=True).refusals
+    (refusal,) = inspect_adapters([(None, out), (None, folders[0])], strict=True).refusals
     assert "brings a head of shop, and so does" in str(refusal)
 
 
 def test_an_alpha_of_zero_is_merged_with_a_warning(tmp_path: Path) -> None:
-    gate = inspect([(None, adapter(tmp_path / "shop", tensors_for(["q"]), lora_alpha=0))], strict=True)
+    gate = inspect_adapters([(None, adapter(tmp_path / "shop", tensors_for(["q"]), lora_alpha=0))], strict=True)
     assert gate.refusals == ()
     assert gate.warnings == ("shop: lora_alpha = 0 for q, so that nothing is merged there",)

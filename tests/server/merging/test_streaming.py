@@ -16,14 +16,14 @@ from torch import Tensor
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import Head, Release, adapter_key, write_release
 from dpmerge.common.untrusted.parsing import ReleaseRefused
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors, adapter_from_files, read_adapter
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta, adapter_from_files, read_adapter
 from dpmerge.server.merging.adapters.lazy_tensors import StoredTensor, open_tensors
 from dpmerge.server.merging.gate.compatibility import gather
-from dpmerge.server.merging.low_rank import algebra as lowrank
+from dpmerge.server.merging.low_rank import algebra, strips
 from dpmerge.server.merging.low_rank.algebra import beside_identity, factorise, total_norm, weighted_sum
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.methods import sparse
 from dpmerge.server.merging.methods.recipe import per_module
+from dpmerge.server.merging.spec.spec import spec_of
 
 RANK, OUT, IN = 2, 8, 6
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 3, "bias": "none", "base_model_name_or_path": "tiny"}
@@ -57,7 +57,7 @@ def in_memory(folder: Path) -> Adapter:
     return adapter_from_files({path.name: path.read_bytes() for path in folder.iterdir()}, folder.name)
 
 
-def same(one: Factors, other: Factors) -> bool:
+def same(one: LowRankDelta, other: LowRankDelta) -> bool:
     return torch.equal(one.a, other.a) and torch.equal(one.b, other.b) and one.scaling == other.scaling
 
 
@@ -103,10 +103,10 @@ def test_a_file_that_changes_while_it_is_merged_is_refused_by_name(tmp_path: Pat
     item = read_adapter(folder)
     (folder / FILE).write_bytes((folder / FILE).read_bytes()[:-4])
     with pytest.raises(DpmergeError, match=rf"shop: {FILE}: \S+: \d+ of \d+ bytes \[truncated\]"):
-        merge([item], method="average")
+        merge([item], spec_of("average"))
     (folder / FILE).unlink()
     with pytest.raises(DpmergeError, match=r"\[missing-file\]"):
-        merge([item], method="average")
+        merge([item], spec_of("average"))
 
 
 def test_a_number_without_dimensions_is_no_factor(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_thousand_adapters_keep_no_file_open(tmp_path: Path, monkeypatch: pyte
 
     adapters = [read_adapter(folder, f"p{index:04d}") for index in range(1024)]
     monkeypatch.setattr(StoredTensor, "read", counting)
-    merged = merge(adapters, method="average")
+    merged = merge(adapters, spec_of("average"))
     assert most <= before + 1  # the listing itself
     torch.testing.assert_close(merged.modules["layer.0.query"].delta(), adapters[0].modules["layer.0.query"].delta())
 
@@ -160,8 +160,8 @@ def test_the_linear_family_holds_one_party_of_one_module(
     options = {"coefficient": 0.5} if method == "task-arithmetic" else {}
     monkeypatch.setattr("dpmerge.server.merging.merge.measures", lambda *_: {})
     monkeypatch.setattr("dpmerge.server.merging.methods.recipe._cores", lambda: 1)
-    monkeypatch.setattr(lowrank, "BLOCK", RANK)
-    merge(adapters, method=method, **options)
+    monkeypatch.setattr(algebra, "BLOCK", RANK)
+    merge(adapters, spec_of(method, **options))
     assert 0 < most <= 4
     assert len(modules["layer.0.query"]) == 12
 
@@ -175,10 +175,10 @@ def test_gather_says_where_factors_are_read_to(tmp_path: Path) -> None:
     assert {item.a.device.type for item in lazy.modules.values()} == {"cpu"}
 
 
-def pairs(count: int, out: int = OUT, width: int = IN) -> list[Factors]:
+def pairs(count: int, out: int = OUT, width: int = IN) -> list[LowRankDelta]:
     generator = torch.Generator().manual_seed(3)
     return [
-        Factors(torch.randn(RANK, width, generator=generator), torch.randn(out, RANK, generator=generator), 1.5)
+        LowRankDelta(torch.randn(RANK, width, generator=generator), torch.randn(out, RANK, generator=generator), 1.5)
         for _ in range(count)
     ]
 
@@ -187,7 +187,7 @@ def test_threads_change_no_bit_and_no_order() -> None:
     modules = {f"m{index}": tuple(pairs(3)) for index in (3, 1, 2, 0)}
     meeting = threading.Barrier(2, timeout=30)
 
-    def rule(_: str, factors: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(_: str, factors: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         meeting.wait()  # passes only while two modules are under way
         return weighted_sum(factors, [1.0, -2.0, 0.5]), 0.25
 
@@ -200,7 +200,7 @@ def test_threads_change_no_bit_and_no_order() -> None:
 
 
 def test_a_refusal_in_a_thread_is_the_callers() -> None:
-    def rule(name: str, _: tuple[Factors, ...]) -> tuple[Factors, float]:
+    def rule(name: str, _: tuple[LowRankDelta, ...]) -> tuple[LowRankDelta, float]:
         raise DpmergeError("DPM-103", f"{name} is wrong", "do better")
 
     with pytest.raises(DpmergeError, match="m0 is wrong"):
@@ -240,7 +240,7 @@ def test_more_ranks_than_the_matrix_has_add_up_in_the_matrix(out: int, width: in
     assert total.rank == min(out, width)
     expected = 0.5 * torch.stack([item.delta().double() for item in many]).sum(0)
     assert (total.delta().double() - expected).norm() < 2e-6 * expected.norm()
-    shared = [Factors(many[0].a, item.b, item.scaling) for item in many]
+    shared = [LowRankDelta(many[0].a, item.b, item.scaling) for item in many]
     assert weighted_sum(shared, [1.0] * len(shared)).rank == RANK
 
 
@@ -263,21 +263,21 @@ def test_factorising_is_the_best_approximation(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize(("out", "width", "rank"), [(900, 2000, 520), (700, 600, 550), (600, 620, 600)])
 def test_norms_of_long_stacks(out: int, width: int, rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    item = Factors(torch.randn(rank, width, generator=generator), torch.randn(out, rank, generator=generator), 0.3)
+    item = LowRankDelta(torch.randn(rank, width, generator=generator), torch.randn(out, rank, generator=generator), 0.3)
     full = 0.3 * item.b.double() @ item.a.double()
     assert total_norm([item]) == pytest.approx(float(full.norm()), rel=1e-6)
     assert total_norm([beside_identity(full.float())]) == pytest.approx(float(full.norm()), rel=1e-6)
 
 
-def delta_of(method: str, factors: Sequence[Factors], **options: Any) -> Tensor:
+def delta_of(method: str, factors: Sequence[LowRankDelta], **options: Any) -> Tensor:
     config = {"base_model_name_or_path": "tiny"}
     adapters = [Adapter(f"p{t}", {"m": item}, config, f"{t}") for t, item in enumerate(factors)]
-    return merge(adapters, method=method, rank=100, **options).modules["m"].delta()
+    return merge(adapters, spec_of(method, rank=100, **options)).modules["m"].delta()
 
 
 @pytest.mark.parametrize("method", ["ties", "dare", "dare-ties", "della", "breadcrumbs", "knots-ties"])
 def test_rows_at_a_time_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     factors = pairs(3, out=40, width=30)
     whole = delta_of(method, factors, density=0.5)
-    monkeypatch.setattr(sparse, "STRIP", 7 * 30)
+    monkeypatch.setattr(strips, "STRIP", 7 * 30)
     torch.testing.assert_close(delta_of(method, factors, density=0.5), whole, rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel
 
 from dpmerge.server.merging.adapters.bases import base_id, difference, same_name
-from dpmerge.server.merging.gate.gate import Gate, inspect
+from dpmerge.server.merging.gate.gate import Gate, inspect_adapters
 
 QUERY = "encoder.layer.0.attention.self.query"
 
@@ -27,7 +27,7 @@ def adapter(folder: Path, base: str, name: str = QUERY, width: int = 4) -> tuple
 
 
 def gate_of(tmp_path: Path, *bases: str, base: str = "") -> Gate:
-    return inspect([adapter(tmp_path / f"p{i}", name) for i, name in enumerate(bases)], strict=True, base=base)
+    return inspect_adapters([adapter(tmp_path / f"p{i}", name) for i, name in enumerate(bases)], strict=True, base=base)
 
 
 def tiny(folder: Path, seed: int = 0, kind: type = BertModel) -> Path:
@@ -76,7 +76,7 @@ def test_a_quantised_copy_is_told(tmp_path: Path, name: str, original: str, how:
 def test_copies_on_this_machine_are_one_by_their_weights(tmp_path: Path) -> None:
     one, two, other = (tiny(tmp_path / name, seed) for name, seed in (("one", 0), ("two", 0), ("other", 1)))
     assert gate_of(tmp_path, str(one), str(two)).refusals == ()
-    (refusal,) = inspect(
+    (refusal,) = inspect_adapters(
         [(None, tmp_path / "p0"), (None, tmp_path / "p1"), adapter(tmp_path / "p3", str(other))], strict=True
     ).refusals
     assert str(refusal).startswith("DPM-402: p3: base model other but one at p0, p1; ")
@@ -88,11 +88,11 @@ def test_an_adapter_of_which_the_base_has_no_module_is_refused(tmp_path: Path) -
         adapter(tmp_path / party, str(base), name)
         for party, name in (("a", QUERY), ("b", f"bert.{QUERY}"), ("c", "model.layers.0.q_proj"))
     )
-    assert inspect([good], strict=True).refusals == ()
-    assert inspect([headed], strict=True).refusals == ()
-    (refusal,) = inspect([bad], strict=True).refusals
+    assert inspect_adapters([good], strict=True).refusals == ()
+    assert inspect_adapters([headed], strict=True).refusals == ()
+    (refusal,) = inspect_adapters([bad], strict=True).refusals
     assert str(refusal).startswith("DPM-402: c: the base model has none of its modules, such as model.layers.0.q_proj")
-    (refusal,) = inspect([adapter(tmp_path / "d", str(base), QUERY, width=6)], strict=True).refusals
+    (refusal,) = inspect_adapters([adapter(tmp_path / "d", str(base), QUERY, width=6)], strict=True).refusals
     assert f"d: {QUERY} is (4, 6) but (4, 4) in the base model" in str(refusal)
 
 
@@ -107,4 +107,4 @@ def test_a_copy_that_is_not_the_bases_is_refused_where_the_base_is_at_hand(tmp_p
             f"base_model.model.{QUERY}.lora_B.weight": torch.ones(4, 1),
         }
         save_file(pair | {f"base_model.model.{QUERY}.base_layer.weight": copy.contiguous()}, file)
-        assert len(inspect([(name, folder)], strict=True).refusals) == count
+        assert len(inspect_adapters([(name, folder)], strict=True).refusals) == count

@@ -16,13 +16,14 @@ from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.release.format import MERGE, release_from_files, to_files
 from dpmerge.common.statement.statement import build_statement
 from dpmerge.server.evaluation.coefficient import first_layer, grid, max_length
-from dpmerge.server.merging.adapters import lazy_tensors as stored
-from dpmerge.server.merging.adapters.deltas import Factors, read_adapter
+from dpmerge.server.merging.adapters import lazy_tensors
+from dpmerge.server.merging.adapters.deltas import LowRankDelta, read_adapter
 from dpmerge.server.merging.card import merge_card
 from dpmerge.server.merging.gate.compatibility import MAX_NAMED
-from dpmerge.server.merging.gate.gate import _entry, inspect
+from dpmerge.server.merging.gate.gate import _entry, inspect_adapters
 from dpmerge.server.merging.materialize import add_change
 from dpmerge.server.merging.merge import Merged, as_release, merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 
 def plain(folder, *, base="tiny", modules=("layer.0.query",), width=4, value=1.0, dtype=torch.float32, **config):
@@ -39,7 +40,7 @@ def plain(folder, *, base="tiny", modules=("layer.0.query",), width=4, value=1.0
 
 
 def refusals(*inputs, strict=True):
-    return [str(refusal) for refusal in inspect(inputs, strict=strict).refusals]
+    return [str(refusal) for refusal in inspect_adapters(inputs, strict=strict).refusals]
 
 
 def test_what_most_parties_share_counts_as_right_whoever_comes_first(tmp_path):
@@ -55,22 +56,22 @@ def test_what_most_parties_share_counts_as_right_whoever_comes_first(tmp_path):
 
 
 def test_a_merge_from_python_is_refused_in_the_words_of_the_gate(tmp_path):
-    gate = inspect(
+    gate = inspect_adapters(
         [plain(tmp_path / "odd", base="other", width=6, modules=("layer.0.key",)), plain(tmp_path / "shop")],
         strict=True,
     )
     with pytest.raises(DpmergeError) as caught:
-        merge(gate.adapters, method="average")
+        merge(gate.adapters, spec_of("average"))
     assert len(gate.refusals) == 3
     assert caught.value.problem == "; ".join(refusal.problem for refusal in gate.refusals)
     with pytest.raises(DpmergeError) as caught:
-        merge(gate.adapters, method="average", strict=False)
+        merge(gate.adapters, spec_of("average", strict=False))
     assert str(caught.value) == str(gate.refusals[0])  # one alone keeps its remedy
 
 
 def test_the_gate_reads_every_byte_once(tmp_path, monkeypatch):
     folders = [plain(tmp_path / name, modules=("layer.0.query", "layer.0.key")) for name in ("shop", "library")]
-    count, following = 0, stored._next
+    count, following = 0, lazy_tensors._next
 
     def counting(*arguments):
         nonlocal count
@@ -78,8 +79,8 @@ def test_the_gate_reads_every_byte_once(tmp_path, monkeypatch):
         count += tensor.nbytes
         return tensor
 
-    monkeypatch.setattr(stored, "_next", counting)
-    assert not inspect(folders, strict=True).refusals
+    monkeypatch.setattr(lazy_tensors, "_next", counting)
+    assert not inspect_adapters(folders, strict=True).refusals
     assert count == 2 * 2 * (4 + 4) * 4  # adapters, modules, numbers of A and B, bytes of one
 
 
@@ -89,7 +90,7 @@ def test_a_path_and_a_hub_id_of_one_model_agree(tmp_path):
 
 
 def test_it_shows_what_is_stored_and_who_shares_an_a(tmp_path):
-    gate = inspect(
+    gate = inspect_adapters(
         [plain(tmp_path / "a"), plain(tmp_path / "b", dtype=torch.bfloat16, lora_alpha=3, use_rslora=True),
          plain(tmp_path / "c", value=2.0)], strict=True
     )  # fmt: skip
@@ -114,9 +115,9 @@ def test_numbers_that_are_not_finite_name_party_file_and_tensor(tmp_path, value)
 
 
 def merged_release(tmp_path, *names, **config):
-    gate = inspect([plain(tmp_path / name, **config) for name in names], strict=True)
+    gate = inspect_adapters([plain(tmp_path / name, **config) for name in names], strict=True)
     assert not gate.refusals
-    return as_release(merge(gate.adapters, method="average"), gate.adapters), gate
+    return as_release(merge(gate.adapters, spec_of("average")), gate.adapters), gate
 
 
 def test_names_in_a_card_are_names_and_no_markup(tmp_path):
@@ -132,7 +133,7 @@ def test_names_in_a_card_are_names_and_no_markup(tmp_path):
 def test_a_card_claims_nothing_that_the_statement_does_not(tmp_path):
     release, gate = merged_release(tmp_path, "shop", "library")
     said = {"party": "shop", "epsilon": 1.00001, "private": True}
-    entry = replace(gate.entries[0], statement=said, private=True, epsilon=1.00001, delta=1e-5, unit="record")
+    entry = replace(gate.entries[0], statement=said, private=True, epsilon=1.00001, target_delta=1e-5, unit="record")
     text = merge_card(release, [entry, gate.entries[1]], materialized=False, pictured=False)
     assert "shop came with an incomplete privacy statement: nothing is claimed" in text
     assert "| shop | 1 | 1.001 | 1e-05 | record |" in text  # never rounded down
@@ -172,7 +173,7 @@ def test_a_change_is_added_the_way_round_that_the_module_stores_it():
     model = GPT2Model(GPT2Config(vocab_size=8, n_positions=4, n_embd=4, n_layer=1, n_head=1))
     name = "h.0.attn.c_attn"  # a Conv1D: stores [in, out]
     before = model.get_submodule(name).weight.clone()
-    add_change(model, Merged({name: Factors(*ones(12, 4))}, {}))
+    add_change(model, Merged({name: LowRankDelta(*ones(12, 4))}, {}))
     added = model.get_submodule(name).weight - before
     torch.testing.assert_close(added, torch.arange(1.0, 13).expand(4, 12))
 
@@ -195,7 +196,7 @@ def test_a_change_that_does_not_fit_leaves_every_weight_alone(name, shape, words
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fits = "encoder.layer.0.attention.self.query"  # named as in the body
     with pytest.raises(DpmergeError) as caught:
-        add_change(model, Merged({fits: Factors(*ones(4, 4)), name: Factors(*ones(*shape))}, {}))
+        add_change(model, Merged({fits: LowRankDelta(*ones(4, 4)), name: LowRankDelta(*ones(*shape))}, {}))
     assert caught.value.code == "DPM-402"
     assert words in str(caught.value)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -204,7 +205,7 @@ def test_a_change_that_does_not_fit_leaves_every_weight_alone(name, shape, words
 def test_a_sum_that_the_base_cannot_hold_in_its_precision_is_refused():
     config = BertConfig(vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, intermediate_size=4)
     query = "encoder.layer.0.attention.self.query"
-    change = Merged({query: Factors(*ones(4, 4), scaling=1e6)}, {})
+    change = Merged({query: LowRankDelta(*ones(4, 4), scaling=1e6)}, {})
     add_change(BertForMaskedLM(config), change)
     with pytest.raises(DpmergeError, match=r"DPM-103: .*query with the merged change is too large .*float16"):
         add_change(BertForMaskedLM(config).half(), change)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import merge
 from dpmerge.server.merging.methods.sparse import keep_probabilities, middle
+from dpmerge.server.merging.spec.spec import spec_of
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "merge_mergekit.json").read_text())
 DELTAS = [torch.tensor(delta) for delta in GOLDEN["deltas"]]
@@ -21,10 +22,10 @@ DELTAS = [torch.tensor(delta) for delta in GOLDEN["deltas"]]
 
 def merged(deltas: Sequence[Tensor], **options: Any) -> Tensor:
     adapters = [
-        Adapter(f"p{t}", {"m": Factors(delta, torch.eye(len(delta)))}, {"base_model_name_or_path": "tiny"}, f"{t}")
+        Adapter(f"p{t}", {"m": LowRankDelta(delta, torch.eye(len(delta)))}, {"base_model_name_or_path": "tiny"}, f"{t}")
         for t, delta in enumerate(deltas)
     ]
-    return merge(adapters, **options).modules["m"].delta()
+    return merge(adapters, spec_of(**options)).modules["m"].delta()
 
 
 @pytest.mark.parametrize("case", GOLDEN["breadcrumbs"])

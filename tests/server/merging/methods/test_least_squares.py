@@ -14,8 +14,9 @@ from dpmerge.common.encoder.split_encoder import pool
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.release.format import Head
 from dpmerge.server.evaluation.public_statistics import public_statistics
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import merge
+from dpmerge.server.merging.spec.spec import spec_of
 
 OUT, IN = 7, 6
 
@@ -24,15 +25,15 @@ def normal(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def parties(count: int = 3) -> list[Factors]:
-    return [Factors(normal(2, IN, seed=t), normal(OUT, 2, seed=10 + t), 0.5 + t) for t in range(count)]
+def parties(count: int = 3) -> list[LowRankDelta]:
+    return [LowRankDelta(normal(2, IN, seed=t), normal(OUT, 2, seed=10 + t), 0.5 + t) for t in range(count)]
 
 
-def run(factors: Sequence[Factors], statistics: Mapping[str, Tensor], **options: Any) -> Tensor:
+def run(factors: Sequence[LowRankDelta], statistics: Mapping[str, Tensor], **options: Any) -> Tensor:
     config = {"base_model_name_or_path": "tiny"}
     adapters = [Adapter(f"p{t}", {"m": item}, config, f"{t}") for t, item in enumerate(factors)]
     given = {party: {"m": tensor} for party, tensor in statistics.items()}
-    return merge(adapters, statistics=given, **options).modules["m"].delta().double()
+    return merge(adapters, spec_of(statistics=given, **options)).modules["m"].delta().double()
 
 
 def inputs(seed: int, count: int = 30) -> Tensor:
@@ -119,7 +120,7 @@ def base() -> Base:
 
 
 def trained(party: str, seed: int, layers: Sequence[str] = (LAYER,)) -> Adapter:
-    modules = {name: Factors(normal(2, 8, seed=seed), 0.3 * normal(8, 2, seed=seed + 1), 2.0) for name in layers}
+    modules = {name: LowRankDelta(normal(2, 8, seed=seed), 0.3 * normal(8, 2, seed=seed + 1), 2.0) for name in layers}
     head = Head("linear", ("no", "maybe", "yes"), 0.2 * normal(3, 8, seed=seed + 2), torch.zeros(3))
     return Adapter(party, modules, {"base_model_name_or_path": "tiny"}, party, heads={party: head})
 
@@ -166,11 +167,11 @@ def test_statistics_feed_a_merge_and_are_recorded(base: Base) -> None:
     hashes = set()
     for method, kind in (("regmean", "gram"), ("fisher", "fisher")):
         found = public_statistics(base, adapters, TEXTS, kind=kind, max_length=12)  # type: ignore[arg-type]
-        info = merge(adapters, method=method, statistics=found).info
+        info = merge(adapters, spec_of(method, statistics=found)).info
         assert info["norm"] > 0
         hashes.add(info["statistics_sha256"])
     assert len(hashes) == 2
-    assert merge(adapters, method="average").info["statistics_sha256"] is None
+    assert merge(adapters, spec_of("average")).info["statistics_sha256"] is None
 
 
 def test_statistics_refuse_what_they_cannot_see(base: Base) -> None:

@@ -7,32 +7,34 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.low_rank.algebra import gram, weighted_sum
+from dpmerge.server.merging.low_rank.cores import core_of
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.methods.singular import core_of, joint_svd, orthonormal
+from dpmerge.server.merging.methods.singular import joint_svd, polar_factor
+from dpmerge.server.merging.spec.spec import spec_of
 
 OUT, IN, RANK, PARTIES = 20, 16, 3, 3
 
 
-def parties(*, shared: bool = False) -> list[Factors]:
+def parties(*, shared: bool = False) -> list[LowRankDelta]:
     generator = torch.Generator().manual_seed(0)
     a = torch.randn(RANK, IN, generator=generator)
     made = []
     for scaling in (2.0, 0.3, 1.0):
         own = a if shared else torch.randn(RANK, IN, generator=generator)
-        made.append(Factors(own, torch.randn(OUT, RANK, generator=generator), scaling))
+        made.append(LowRankDelta(own, torch.randn(OUT, RANK, generator=generator), scaling))
     return made
 
 
-def dense(factors: Sequence[Factors]) -> list[Tensor]:
+def dense(factors: Sequence[LowRankDelta]) -> list[Tensor]:
     return [item.scaling * item.b.double() @ item.a.double() for item in factors]
 
 
-def run(factors: Sequence[Factors], **options: Any) -> Tensor:
+def run(factors: Sequence[LowRankDelta], **options: Any) -> Tensor:
     config = {"base_model_name_or_path": "tiny"}
     adapters = [Adapter(f"p{t}", {"m": item}, config, f"{t}") for t, item in enumerate(factors)]
-    return merge(adapters, **options).modules["m"].delta()
+    return merge(adapters, spec_of(**options)).modules["m"].delta()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -86,7 +88,7 @@ def dense_iso_cts(deltas: list[Tensor]) -> Tensor:
         lefts.append(left[:, :own])
         values.append(value[:own])
         rights.append(right[:own])
-    return torch.cat(values).mean() * orthonormal(torch.cat(lefts, 1)) @ orthonormal(torch.cat(rights).T).T
+    return torch.cat(values).mean() * polar_factor(torch.cat(lefts, 1)) @ polar_factor(torch.cat(rights).T).T
 
 
 def dense_tsv(deltas: list[Tensor]) -> Tensor:
@@ -163,7 +165,7 @@ def test_wudi_beats_three_hundred_adam_steps_at_its_own_objective() -> None:
 def test_wudi_of_orthogonal_row_spaces_is_the_sum() -> None:
     rows = torch.linalg.qr(torch.randn(IN, RANK * PARTIES, generator=torch.Generator().manual_seed(2))).Q.T
     spaces = rows.split(RANK)
-    factors = [Factors(a, item.b, item.scaling) for a, item in zip(spaces, parties(), strict=True)]
+    factors = [LowRankDelta(a, item.b, item.scaling) for a, item in zip(spaces, parties(), strict=True)]
     torch.testing.assert_close(run(factors, method="wudi").double(), sum(dense(factors)), rtol=1e-4, atol=1e-4)
 
 
@@ -181,7 +183,7 @@ def test_iso_c_has_a_flat_spectrum_over_the_support_only() -> None:
 
 def test_ties_in_core_space_with_full_density_of_one_sign_is_the_mean() -> None:
     factors = parties(shared=True)
-    same = [Factors(factors[0].a, k * factors[0].b) for k in (1.0, 2.0, 3.0)]
+    same = [LowRankDelta(factors[0].a, k * factors[0].b) for k in (1.0, 2.0, 3.0)]
     expected = 2 * factors[0].b.double() @ factors[0].a.double()
     found = run(same, method="ties", core=True, density=1.0).double()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -190,7 +192,7 @@ def test_ties_in_core_space_with_full_density_of_one_sign_is_the_mean() -> None:
 def test_ties_in_core_space_is_ties_on_the_coordinates() -> None:
     factors = parties()
     core = core_of(factors, [1.0] * PARTIES)
-    small = [Factors(right.T.float(), left.float()) for left, right in zip(core.lefts, core.rights, strict=True)]
+    small = [LowRankDelta(right.T.float(), left.float()) for left, right in zip(core.lefts, core.rights, strict=True)]
     expected = core.q_b @ run(small, method="ties", density=0.3).double() @ core.q_a.T
     found = run(factors, method="ties", density=0.3, core=True).double()
     assert (found - expected).norm() < 1e-5 * expected.norm()

@@ -12,17 +12,18 @@ from hypothesis import strategies as st
 from peft.utils import merge_utils
 from torch import Tensor
 
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
+from dpmerge.server.merging.low_rank.strips import thresholds
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.methods.sparse import _thresholds
+from dpmerge.server.merging.spec.spec import spec_of
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "ties_mergekit.json").read_text())
 WEIGHTS = [(1.0, 1.0, 1.0), (1.0, 0.7, 0.4)]
 
 
-def full(delta: Tensor) -> Factors:
+def full(delta: Tensor) -> LowRankDelta:
     """Hold any matrix as factors of full rank, exactly."""
-    return Factors(delta, torch.eye(len(delta)))
+    return LowRankDelta(delta, torch.eye(len(delta)))
 
 
 def adapters(*per_party: Sequence[Tensor]) -> list[Adapter]:
@@ -40,7 +41,7 @@ def randoms(count: int, shape: tuple[int, int] = (8, 11), seed: int = 0) -> list
 
 def merged(per_party: Sequence[Tensor], weights: Sequence[float], **options: Any) -> Tensor:
     named = {f"p{t}": weight for t, weight in enumerate(weights)}
-    return merge(adapters(*([delta] for delta in per_party)), weights=named, **options).modules["m0"].delta()
+    return merge(adapters(*([delta] for delta in per_party)), spec_of(weights=named, **options)).modules["m0"].delta()
 
 
 @pytest.mark.parametrize("density", [0.2, 0.5, 0.9])
@@ -74,7 +75,7 @@ def test_semantics_differ_only_where_they_should() -> None:
 def test_paper_semantics_are_algorithm_one(density: float) -> None:
     parties = [[*randoms(1, (8, 11), t), *randoms(1, (5, 7), 10 + t)] for t in range(3)]
     parties[1][1] *= 0.05  # one module of one party is small: a threshold over the whole model drops most of it
-    found = merge(adapters(*parties), method="ties", density=density, coefficient=0.6)
+    found = merge(adapters(*parties), spec_of("ties", density=density, coefficient=0.6))
 
     trimmed = []
     for deltas in parties:
@@ -108,7 +109,7 @@ def test_the_threshold_is_the_exact_order_statistic(values: list[float], density
     parts = [torch.tensor([values[:half]]), torch.tensor([values[half:]]).reshape(1, -1)]
     modules = {f"m{i}": (full(part),) for i, part in enumerate(parts) if part.numel()}
     expected = sorted(torch.tensor(values).abs().tolist())[-max(1, int(density * len(values)))]
-    assert _thresholds(modules, 1, density) == [expected]
+    assert thresholds(modules, 1, density) == [expected]
 
 
 def test_trim_keeps_at_least_one_entry() -> None:
@@ -129,9 +130,9 @@ def test_dare_is_unbiased_and_keeps_the_stated_share() -> None:
 def test_dare_masks_differ_between_parties_modules_and_seeds() -> None:
     delta = torch.ones(20, 20)
     parties = adapters([delta, delta], [delta, delta])
-    a = merge(parties[:1], method="dare", seed=1, rank=20).modules
-    b = merge(parties[1:], method="dare", seed=1, rank=20).modules
-    c = merge(parties[:1], method="dare", seed=2, rank=20).modules
+    a = merge(parties[:1], spec_of("dare", seed=1, rank=20)).modules
+    b = merge(parties[1:], spec_of("dare", seed=1, rank=20)).modules
+    c = merge(parties[:1], spec_of("dare", seed=2, rank=20)).modules
     masks = [item.delta() > 1 for item in (a["m0"], a["m1"], b["m0"], c["m0"])]
     for i, one in enumerate(masks):
         for other in masks[:i]:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.server.merging.adapters.deltas import Adapter, Factors
+from dpmerge.server.merging.adapters.deltas import Adapter, LowRankDelta
 from dpmerge.server.merging.merge import merge
-from dpmerge.server.merging.methods.sphere import karcher_mean
-from dpmerge.server.merging.methods.stock import interpolation_ratio
+from dpmerge.server.merging.methods.sphere import interpolation_ratio, karcher_mean
+from dpmerge.server.merging.spec.spec import spec_of
 
 GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "merge_mergekit.json").read_text())
 DELTAS = [torch.tensor(delta) for delta in GOLDEN["deltas"]]
@@ -22,11 +22,11 @@ DELTAS = [torch.tensor(delta) for delta in GOLDEN["deltas"]]
 
 def merged(deltas: Sequence[Tensor], weights: Sequence[float] | None = None, **options: Any) -> Tensor:
     adapters = [
-        Adapter(f"p{t}", {"m": Factors(delta, torch.eye(len(delta)))}, {"base_model_name_or_path": "tiny"}, f"{t}")
+        Adapter(f"p{t}", {"m": LowRankDelta(delta, torch.eye(len(delta)))}, {"base_model_name_or_path": "tiny"}, f"{t}")
         for t, delta in enumerate(deltas)
     ]
     named = None if weights is None else {f"p{t}": weight for t, weight in enumerate(weights)}
-    return merge(adapters, weights=named, **options).modules["m"].delta()
+    return merge(adapters, spec_of(weights=named, **options)).modules["m"].delta()
 
 
 def test_karcher_is_that_of_mergekit() -> None:

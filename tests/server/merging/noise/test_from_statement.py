@@ -7,7 +7,7 @@ import torch
 
 from dpmerge.common.config.federation import SubspaceSettings, TrainingSettings
 from dpmerge.common.privacy.mechanism import Mechanism
-from dpmerge.server.merging.adapters.deltas import Factors
+from dpmerge.server.merging.adapters.deltas import LowRankDelta
 from dpmerge.server.merging.noise.from_statement import noise_share
 
 WIDTH, RANK = 48, 4
@@ -26,7 +26,7 @@ MECHANISM = Mechanism(
 def modules():
     torch.manual_seed(0)
     a = torch.linalg.qr(torch.randn(WIDTH, RANK)).Q.T  # A Aᵀ = 1, as the estimate takes it to be up to a factor
-    return {name: Factors(a.contiguous(), torch.randn(WIDTH, RANK), 2.0) for name in "ab"}
+    return {name: LowRankDelta(a.contiguous(), torch.randn(WIDTH, RANK), 2.0) for name in "ab"}
 
 
 def share(k=None, **settings):
@@ -46,4 +46,4 @@ def test_few_directions_hold_little_noise():
     """An optimizer that is blind to scale walks as far in each direction, however many there are."""
     assert share(k=96) == pytest.approx(share() * 96 / (2 * WIDTH * RANK), rel=0.3)
     assert 0 < share(k=96, subspace={"refresh_every_steps": 10}) < 2 * share(k=96)
-    assert noise_share(MECHANISM, TrainingSettings(), {"a": Factors(torch.ones(1, 2), torch.zeros(3, 1))}) is None
+    assert noise_share(MECHANISM, TrainingSettings(), {"a": LowRankDelta(torch.ones(1, 2), torch.zeros(3, 1))}) is None

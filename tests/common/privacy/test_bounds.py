@@ -4,8 +4,8 @@ import pytest
 
 from dpmerge.common.config.federation import parse_federation, party_plan, plan_from_dict
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.privacy import large_delta
-from dpmerge.common.privacy.large_delta import default_delta, is_large
+from dpmerge.common.privacy import bounds
+from dpmerge.common.privacy.bounds import default_delta, is_large
 
 FILE = """
 [base]
@@ -29,7 +29,7 @@ def plan(population: int, privacy: str = "", party: str = ""):
 
 
 def test_docstring_examples():
-    assert doctest.testmod(large_delta).failed == 0
+    assert doctest.testmod(bounds).failed == 0
 
 
 @pytest.mark.parametrize("population", [1, 7, 999, 10_001, 33_333, 10**6, 123_456_789, 10**11])

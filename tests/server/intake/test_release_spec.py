@@ -9,7 +9,7 @@ from dpmerge.common.config.federation import load_federation, party_plan
 from dpmerge.common.encoder.base_model import load_base
 from dpmerge.common.release.format import STATEMENT
 from dpmerge.common.untrusted.parsing import ReleaseRefused
-from dpmerge.server.intake.expectation import expectation_of
+from dpmerge.server.intake.release_spec import release_spec_of
 from dpmerge.server.intake.validation import validate
 
 FEDERATION = """
@@ -52,9 +52,9 @@ def test_a_trained_release_is_accepted(
     federation = load_federation(tmp_path / "federation.toml")
     plans = [party_plan(federation, name) for name in ("shop", "cinema")]
     files = run_party(plans[0], load_base("minilm-l3"), tmp_path / "shop")
-    expectation = expectation_of(load_base("minilm-l3"), plans)
-    release = validate("shop", files, expectation)
+    release_spec = release_spec_of(load_base("minilm-l3"), plans)
+    release = validate("shop", files, release_spec)
     assert release.statement["num_coordinates"] > 0
     another_task = {STATEMENT: files[STATEMENT].replace(b'"task": "shop"', b'"task": "movie"')}
     with pytest.raises(ReleaseRefused, match="task = 'movie' is not 'shop'"):
-        validate("shop", {**files, **another_task}, expectation)
+        validate("shop", {**files, **another_task}, release_spec)

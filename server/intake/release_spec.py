@@ -11,10 +11,10 @@ from dpmerge.common.privacy.clip_grid import MAX_BINS, ClipGrid
 from dpmerge.common.privacy.sizing import candidates
 from dpmerge.common.public.terms import label_descriptions, noise_origin, public_settings, start_head, task_name
 from dpmerge.common.release.format import adapter_key
-from dpmerge.server.intake.validation import Expectation, PartyTerms
+from dpmerge.server.intake.validation import PartyTerms, ReleaseSpec
 
 
-def expectation_of(base: Base, plans: Sequence[PartyPlan]) -> Expectation:
+def release_spec_of(base: Base, plans: Sequence[PartyPlan]) -> ReleaseSpec:
     """Return what `validate` checks releases of these plans against.
 
     Args:
@@ -29,7 +29,7 @@ def expectation_of(base: Base, plans: Sequence[PartyPlan]) -> Expectation:
         shapes[adapter_key(module, "lora_B")] = (width_out, lora.rank)
         if not lora.train_a:
             frozen_a[adapter_key(module, "lora_A")] = shared_a(seed, module, (lora.rank, width_in))
-    return Expectation(
+    return ReleaseSpec(
         parties={
             plan.party: PartyTerms(head=start_head(base, plan), mechanism=_terms(plan), epsilon=plan.privacy.epsilon)
             for plan in plans

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as pld
 
-from dpmerge.common.privacy.query_loss import discretised
+from dpmerge.common.privacy.loss.query_loss import discretised
 
 QUERIES = [(1.66, 128 / 2400), (0.5, 1e-3), (0.4, 0.9), (8.0, 0.5), (30.0, 0.01), (2.0, 1.0)]
 

@@ -1,10 +1,15 @@
-"""How small δ must be: below 1 over the declared population, or a mechanism that publishes a random record meets it.
+"""What ε and δ may be, and why δ must be small.
+
+δ lies below 1 over the declared population, or a mechanism that publishes a random record in the clear meets it.
 
 >>> default_delta(3000), default_delta(250_000), is_large(1e-3, 800)
 (1e-05, 4e-07, False)
 """
 
 import math
+
+MAX_EPSILON = 100.0
+"""Beyond it e^ε is no promise, and loss distributions grow past any memory."""
 
 MIN_DELTA = 1e-12
 """Below it no ε is accounted."""
@@ -26,5 +31,10 @@ def default_delta(population: int) -> float:
 
 
 def is_large(delta: float, population: int) -> bool:
-    """Tell whether a mechanism that publishes one record in the clear could meet this δ."""
+    """Tell whether a mechanism that publishes one record in the clear could meet this δ.
+
+    Args:
+        delta: δ.
+        population: Declared number of units.
+    """
     return delta * population >= 1

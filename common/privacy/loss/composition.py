@@ -24,12 +24,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.fft import irfft, next_fast_len, rfft
-from scipy.optimize import brentq, minimize_scalar
+from scipy.optimize import minimize_scalar
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.privacy.query_loss import discretised
-
-Floats = NDArray[np.float64]
+from dpmerge.common.privacy.loss.loss_distribution import LOG_HUGE, Composed, Floats, Loss, log_weight
+from dpmerge.common.privacy.loss.query_loss import discretised
 
 MAX_CELLS = 2**21
 """Of a composed distribution: enough for ε = 100 at the ordinary width, and some 300 MB with all transforms."""
@@ -39,8 +38,6 @@ MAX_QUERIES = 10**11
 
 _UNIT_ROUNDOFF = 2.0**-53
 _LOG_ALIASED = 42.0  # e⁻⁴² = 6e-19 of the tilted mass lies beyond either end of the window
-_LOG_HUGE = 700.0  # e⁷⁰⁰ is a finite float
-_LARGEST_SHARE = 0.1  # of δ, that rounding may be worth before a claim is refused
 _FFT_ROUNDINGS = 8.0  # per halving of the length: a twiddle, a complex product and a sum, for any radix up to 11
 _NO_MODULUS = 1e-150
 _LEAST_TILT = 1e-3
@@ -64,57 +61,6 @@ class Query:
     probs: Floats
     infinite: float
     count: int
-
-
-@dataclass(frozen=True)
-class Composed:
-    """The tail of a composed distribution, and the bounds of its errors.
-
-    Attributes:
-        losses: Cells' losses [n], ascending.
-        masses: Mass of the cells [n], no longer tilted, not negative.
-        tilt: λ.
-        log_mass: K, the logarithm of what the tilt divided by.
-        infinite: Mass of the infinite loss.
-        error: E, bound on the tilted distribution's error (L1).
-        relative: Bound on the relative error of every computed mass.
-    """
-
-    losses: Floats
-    masses: Floats
-    tilt: float
-    log_mass: float
-    infinite: float
-    error: float
-    relative: float
-
-    def charge(self, epsilon: float) -> float:
-        """Return what the transform's error may be worth in δ at this ε."""
-        return self.error * math.exp(min(self.log_mass - self.tilt * epsilon + _log_weight(self.tilt), _LOG_HUGE))
-
-    def delta(self, epsilon: float, *, pessimistic: bool) -> float:
-        """Return δ at ε with every error added (pessimistic) or taken off."""
-        start = int(np.searchsorted(self.losses, epsilon, side="right"))
-        sign = 1 if pessimistic else -1
-        lost = self.masses[start:] * -np.expm1(epsilon - self.losses[start:])
-        finite = float(np.sum(lost)) * (1 + sign * self.relative)
-        return self.infinite + finite + sign * self.charge(epsilon)
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What several queries together lose, for both directions of add/remove."""
-
-    directions: tuple[Composed, ...]
-    pessimistic: bool
-
-    def epsilon(self, delta: float) -> float:
-        """Return the least ε ≥ 0 whose δ is at most `delta`; infinite if there is none.
-
-        Raises:
-            DpmergeError: DPM-501 if the error set aside exceeds a tenth of δ.
-        """
-        return max(_epsilon(one, delta, pessimistic=self.pessimistic) for one in self.directions)
 
 
 def compose(
@@ -194,7 +140,7 @@ class _Tilted:
         def bound(log_tilt: float) -> float:
             tilt = math.exp(log_tilt)
             log_mass = math.fsum(count * _log_sum(tilt * grid + log) for count, grid, log in logs)
-            return (log_mass + _log_weight(tilt) - math.log(delta)) / tilt
+            return (log_mass + log_weight(tilt) - math.log(delta)) / tilt
 
         limits = (math.log(_LEAST_TILT), math.log(highest))
         found = minimize_scalar(bound, bounds=limits, method="bounded", options={"xatol": 0.03})
@@ -211,7 +157,8 @@ class _Tilted:
         orders = _ORDERS / math.sqrt(max(variance, self._interval**2))
         tilt, total = self._tilt, self._total
         high = min((self._log_mass(tilt + order) - total + _LOG_ALIASED) / order for order in orders)
-        low = max((total - self._log_mass(tilt - order) - _LOG_ALIASED) / order for order in orders)
+        falling = (*orders, tilt, tilt + 1)  # the last two leave K(0) and K(−1), which are never large
+        low = max((total - self._log_mass(tilt - order) - _LOG_ALIASED) / order for order in falling)
         least = sum(one.count * one.lower for one in self._queries)
         most = sum(one.count * (one.lower + len(one.probs) - 1) for one in self._queries)
         first = max(math.floor(low / self._interval) - 1, least)
@@ -235,7 +182,7 @@ class _Tilted:
         losses = losses[keep:]
         return Composed(
             losses=losses,
-            masses=cells[keep:] * np.exp(np.minimum(self._total - self._tilt * losses, _LOG_HUGE)),
+            masses=cells[keep:] * np.exp(np.minimum(self._total - self._tilt * losses, LOG_HUGE)),
             tilt=self._tilt,
             log_mass=self._total,
             infinite=-math.expm1(infinite),
@@ -263,7 +210,7 @@ class _Tilted:
             log_bound += one.count * np.log(modulus + 2 * gamma)
             factors += one.count * (gamma + 3 * _UNIT_ROUNDOFF * modulus) / (modulus + 2 * gamma)
         cells = np.roll(irfft(product, self.num_cells), -(self._first % self.num_cells))
-        errors = np.exp(np.minimum(log_bound, _LOG_HUGE)) * factors
+        errors = np.exp(np.minimum(log_bound, LOG_HUGE)) * factors
         transform = _SQRT_TWO * (float(np.linalg.norm(errors)) + gamma * float(np.linalg.norm(product)))
         return np.maximum(cells, 0.0), transform + 4 * math.exp(-_LOG_ALIASED)
 
@@ -302,27 +249,3 @@ def _log_sum(exponents: Floats) -> float:
     """Return log Σ e^x; scipy's takes several times as long."""
     largest = float(np.max(exponents))
     return largest + math.log(float(np.sum(np.exp(exponents - largest))))
-
-
-def _log_weight(tilt: float) -> float:
-    """Return the logarithm of the largest e^(−λy)·(1 − e^(−y)) over y > 0."""
-    return tilt * math.log(tilt) - (1 + tilt) * math.log1p(tilt)
-
-
-def _epsilon(one: Composed, delta: float, *, pessimistic: bool) -> float:
-    def excess(epsilon: float) -> float:
-        return math.log(max(one.delta(epsilon, pessimistic=pessimistic), 1e-300) / delta)
-
-    if not len(one.losses) or excess(0.0) <= 0:
-        return 0.0
-    highest = float(one.losses[-1])
-    if excess(highest) > 0:
-        return math.inf
-    epsilon = float(brentq(excess, 0.0, highest, xtol=1e-12, rtol=1e-13))
-    while pessimistic and excess(epsilon) > 0:  # brentq may stop on the wrong side of the root
-        epsilon += 1e-12 * max(1.0, epsilon)
-    charge = one.charge(epsilon)
-    if charge > _LARGEST_SHARE * delta:
-        problem = f"rounding may be worth {charge:.1e} of delta = {delta:.1e}"
-        raise DpmergeError("DPM-501", problem, "raise delta, or train fewer steps")
-    return epsilon
