@@ -35,7 +35,7 @@ from dpmerge.common.privacy.accounting import epsilon_pld
 from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.public.corpus import public_corpus
 from dpmerge.common.public.terms import label_descriptions
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE
 
 FACTORS = (0.5, 1.0, 2.0)
 """What the what-if table multiplies ε, B and T by."""
@@ -157,7 +157,7 @@ def _sized(plan: PartyPlan, directions: Directions | None, num_parameters: int) 
     if not isinstance(subspace.k, int):
         size = sizing.size_for(make_mechanism(plan.privacy, plan.training, directions.shape[1]), directions)
     k = int(subspace.k) if size is None else size.k
-    clip_norm = sizing.public_clip_norm(directions, k, CLIP_QUANTILE) if subspace.clip == "public" else None
+    clip_norm = sizing.public_clip_norm(directions, k, SUBSPACE_CLIP_QUANTILE) if subspace.clip == "public" else None
     mechanism = make_mechanism(plan.privacy, plan.training, k, l2_clip_norm=clip_norm)
     if not mechanism.private or not sizing.candidates(len(directions)):
         return mechanism, None

@@ -23,7 +23,7 @@ from dpmerge.common.encoder.activations import Activations
 from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.privacy.sizing import candidates, size_for
 from dpmerge.common.public.corpus import PublicCorpus
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE, describe_subspace
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE, describe_subspace
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def trained_space(
     else:
         raise ValueError("Expected the public texts that k = 'auto' is chosen by.")
     space = Subspace(gradients, settings, make_basis)
-    clip_norm = space.clip_norm(CLIP_QUANTILE) if settings.clip == "public" else plan.privacy.l2_clip_norm
+    clip_norm = space.clip_norm(SUBSPACE_CLIP_QUANTILE) if settings.clip == "public" else plan.privacy.l2_clip_norm
     description = describe_subspace(
         settings,
         corpus,
