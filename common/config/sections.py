@@ -36,8 +36,15 @@ from dpmerge.common.config.rules import (
 from dpmerge.common.config.subspace import SUBSPACE_OR_FALSE, SubspaceSettings
 from dpmerge.common.data.tabular.rows import MAX_RECORDS_PER_USER, MOST_RECORDS_PER_USER
 from dpmerge.common.errors import closest
-from dpmerge.common.privacy.bounds import MIN_DELTA
-from dpmerge.common.privacy.mechanism import AscentSampling, NoiseMode, PrivacyUnit, Sharpness
+from dpmerge.common.privacy.bounds import MAX_EPSILON, MIN_DELTA
+from dpmerge.common.privacy.mechanism import (
+    CLIP_NORM_RANGE,
+    LARGEST_COUNT,
+    AscentSampling,
+    NoiseMode,
+    PrivacyUnit,
+    Sharpness,
+)
 
 Optimizer = Literal["adam", "adamw", "sgd", "momentum", "dp-adam"]
 Robust = Literal["clip", "median"]
@@ -59,12 +66,12 @@ SCALES = Rule(
 
 EPSILON = real(
     above=0.0,
-    at_most=100.0,  # these bounds are those of accounting and mechanism: what they refuse is refused here, before a run
+    at_most=MAX_EPSILON,  # accounting and mechanism own these bounds: what they refuse is refused before a run
     remedy="give a finite privacy budget, for example epsilon = 3.0, or say private = false to train without privacy",
 )
 POPULATION = whole(
     1,
-    10**12,
+    LARGEST_COUNT,
     remedy="declare the public, rounded size of the data, for example population = 3000; it is never read off the file",
 )
 
@@ -218,7 +225,10 @@ class PrivacySettings:
         metadata=_meta(FLAG, "Allow δ of 1 / population or more, for tests: the statement says so.", True),
     )
     l2_clip_norm: float = field(
-        default=1.0, metadata=_meta(real(at_least=1e-12, at_most=1e12), "Bound on each unit's gradient norm.")
+        default=1.0,
+        metadata=_meta(
+            real(at_least=CLIP_NORM_RANGE[0], at_most=CLIP_NORM_RANGE[1]), "Bound on each unit's gradient norm."
+        ),
     )
     noise: NoiseMode = field(
         default="secure",

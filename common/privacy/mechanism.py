@@ -41,7 +41,7 @@ CLIP_NORM_RANGE = (1e-12, 1e12)
 """Far inside fp32, so that neither C, C/σ nor the grid step can over- or underflow."""
 
 _NOISE_RANGE = (1e-9, 1e9)
-_LARGEST_COUNT = 10**12
+LARGEST_COUNT = 10**12
 _CHOICES = {
     "sharpness": get_args(Sharpness),
     "ascent_sampling": get_args(AscentSampling),
@@ -104,7 +104,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         for name, least in (("population", 1), ("expected_batch_size", 1), ("num_steps", 1), ("num_coordinates", 0)):
             value = getattr(self, name)
-            _check(_is_int(value) and least <= value <= _LARGEST_COUNT, name, value, f"an integer of at least {least}")
+            _check(_is_int(value) and least <= value <= LARGEST_COUNT, name, value, f"an integer of at least {least}")
         _check(isinstance(self.private, bool), "private", self.private, "true or false")
         clip_queries = self.num_clip_queries
         is_allowed = _is_int(clip_queries) and clip_queries in (0, int(self.private))

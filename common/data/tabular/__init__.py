@@ -1,4 +1,5 @@
 """Reading a party's records one by one: what one record is, what it may cost, and what becomes of a broken one.
 
-`rows.py` has the vocabulary and the bounds, `cells.py` compares cells, the other files read one family of formats each.
+Nothing here knows labels or tasks. Start at `rows.py` for the vocabulary and the bounds; `cells.py` compares cells, the
+other files read one family of formats each.
 """

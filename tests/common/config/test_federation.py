@@ -315,6 +315,24 @@ def test_the_fingerprint_depends_on_every_setting_and_on_nothing_else():
     assert len({other.fingerprint() for other in [first, *changed]}) == len(changed) + 1
 
 
+@pytest.mark.parametrize(
+    ("party", "fingerprint"),
+    [
+        ("library", "0af4fc20b37c590b3a4d5b1df60cd7eb1c808e257fe70f733288b1b078deec4f"),
+        ("cinema", "dbab817bcd0a141ec9a3397f13d229f98058e90cfa94bb1636f23db2b88a7a62"),
+    ],
+)
+def test_the_fingerprint_of_a_task_is_what_earlier_versions_computed(party, fingerprint):
+    assert party_plan(parse_federation(TEMPLATE, "template"), party).fingerprint() == fingerprint
+
+
+def test_the_fingerprint_of_own_data_with_a_subspace_is_what_earlier_versions_computed():
+    text = BASE + '[training]\nexpected_batch_size = 100\nsubspace = { k = 64, public = "none" }\n'
+    text += '[privacy]\nunit = "user"\n' + PARTY.replace("reviews.csv", "/nowhere/reviews.csv")
+    made = party_plan(parse_federation(text + 'user = "author"\nepsilon = 2\n', "text"), "shop")
+    assert made.fingerprint() == "ac0e6e91eca25678550a9f91c65970f612b65c0c2c0d5aa3857df7e0c42b8286"
+
+
 def test_a_federation_written_as_tables_reads_back_equal():
     federation = load_federation(EXAMPLE)
     parsed = parse_federation(_as_toml(federation.to_dict()), "again", folder=EXAMPLE.parent)
