@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from dpmerge.client.budget.composition import check_cap
@@ -70,7 +69,7 @@ class Training:
         is_fixed: Whether all batches of one length must have one shape on this machine.
     """
 
-    config: LoraConfig
+    config: dict[str, Any]
     model: PartyModel
     gradients: PerExampleGradients
     corpus: PublicCorpus | None
@@ -111,17 +110,23 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
             return
         check_length(base, plan.base.max_length)
         check_vocabulary(base)
+        config = adapter_config(base, plan.lora)  # before LoRA's modules are in the base model
         model = party_model(base, plan)
         for note in model.notes:
             append_log(folder, f"{note}\n")
         with _gradients(model, plan.training.expected_batch_size, folder) as gradients:
-            training = _training(plan, model, gradients, account.public_texts, folder)
+            training = _training(plan, config, model, gradients, account.public_texts, folder)
             _check_charge(account, folder, training.statement)
             yield Prepared(account, training)
 
 
 def _training(
-    plan: PartyPlan, model: PartyModel, gradients: PerExampleGradients, public_texts: frozenset[str], folder: Path
+    plan: PartyPlan,
+    config: dict[str, Any],
+    model: PartyModel,
+    gradients: PerExampleGradients,
+    public_texts: frozenset[str],
+    folder: Path,
 ) -> Training:
     """Return the training that the plan asks for, having tried on public texts that it can be run and accounted."""
     check_reach(model.base, partial(_run, model), plan.base.max_length)
@@ -139,7 +144,7 @@ def _training(
     num_coordinates = space.coordinates.vector.numel()
     mechanism = make_mechanism(plan.privacy, plan.training, num_coordinates, l2_clip_norm=space.l2_clip_norm)
     return Training(
-        config=adapter_config(model.base, plan.lora),
+        config=config,
         model=model,
         gradients=gradients,
         corpus=corpus,
