@@ -100,17 +100,17 @@ def production() -> tuple[Files, ReleaseSpec]:
         for name, shape in release_spec.shapes.items()
     }
     num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - release_spec.shared_a.keys())
-    mechanism = make_mechanism(plan, num_coordinates)
+    mechanism = make_mechanism(plan.privacy, plan.training, num_coordinates)
     statement = build_statement(
         mechanism,
         cross_check(mechanism),
         party="shop",
-        task=task_name(plan),
+        task=task_name(plan.party, plan.source),
         labels=tuple(label_descriptions(plan.source)),
         base_sha256=release_spec.base_sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
-        noise_seed=noise_origin(plan),
+        noise_seed=noise_origin(plan.privacy),
     )
     heads = {"shop": release_spec.parties["shop"].head}
     release = Release("shop", adapter, dict(release_spec.adapter_config), heads, statement)

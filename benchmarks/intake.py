@@ -68,17 +68,17 @@ def make_release(plan: PartyPlan, release_spec: ReleaseSpec, key: SigningKey) ->
         for name, shape in release_spec.shapes.items()
     }
     num_coordinates = sum(adapter[name].numel() for name in adapter.keys() - release_spec.shared_a.keys())
-    mechanism = make_mechanism(plan, num_coordinates)
+    mechanism = make_mechanism(plan.privacy, plan.training, num_coordinates)
     told = build_statement(
         mechanism,
         cross_check(mechanism),
         party=plan.party,
-        task=task_name(plan),
+        task=task_name(plan.party, plan.source),
         labels=tuple(label_descriptions(plan.source)),
         base_sha256=release_spec.base_sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
-        noise_seed=noise_origin(plan),
+        noise_seed=noise_origin(plan.privacy),
         subspace=None,
     )
     heads = {plan.party: release_spec.parties[plan.party].head}

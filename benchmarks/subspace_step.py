@@ -39,7 +39,7 @@ class TimedTraining:
         )
         space = trained_space(self._plan, self._model, self._gradients, None)
         self._space, self._start = space.coordinates, self._gradients.theta.clone()
-        self._mechanism = make_mechanism(self._plan, self._space.vector.numel())
+        self._mechanism = make_mechanism(self._plan.privacy, self._plan.training, self._space.vector.numel())
 
     def seconds(self) -> float:
         """Return processor seconds of all steps but the first, which warms up."""

@@ -58,7 +58,7 @@ class Run:
 def account(plan: PartyPlan) -> None:
     """Calibrate and cross-check once, outside the clock; both are cached by their arguments."""
     widths = lora_shapes(load_base(plan.base.model), plan.lora).values()
-    cross_check(make_mechanism(plan, sum(width_out * plan.lora.rank for width_out, _ in widths)))
+    cross_check(make_mechanism(plan.privacy, plan.training, sum(width_out * plan.lora.rank for width_out, _ in widths)))
 
 
 def train(plan: PartyPlan, *, cached: bool) -> Run:

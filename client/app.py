@@ -224,7 +224,12 @@ def settle(site: Participant, verdict: Verdict) -> bool:
             told = shown(f"{verdict.code}: {verdict.reason}", 1000)
             append_log(site.folder, f"the server refused the release: {told}\n")
             return False
-        close(site.folder, verdict.receipt, account_of(site.plan, site.folder, site.rules), site.receipt_keys)
+        close(
+            site.folder,
+            verdict.receipt,
+            account_of(site.plan.party, site.plan.source, site.folder, site.rules),
+            site.receipt_keys,
+        )
     except (DpmergeError, Timeout) as error:
         append_log(site.folder, f"the server's answer was not taken: {error}\n")
         return False

@@ -87,7 +87,11 @@ def _own_words(folder: Path, reason: str) -> str:
 
 def _absent(plan: PartyPlan, status: Status, reason: str) -> PartyResult:
     return PartyResult(
-        party=plan.party, task=task_name(plan), status=status, reason=reason, private=plan.privacy.private
+        party=plan.party,
+        task=task_name(plan.party, plan.source),
+        status=status,
+        reason=reason,
+        private=plan.privacy.private,
     )
 
 
@@ -105,7 +109,7 @@ def _released(plan: PartyPlan, adapter: Adapter, scores: TaskScores | None, merg
     records, report = read_training(plan)  # the simulation's own knowledge; no release carries it
     return PartyResult(
         party=plan.party,
-        task=task_name(plan),
+        task=task_name(plan.party, plan.source),
         private=mechanism.private,
         epsilon=adapter.statement["epsilon"],
         delta=mechanism.target_delta,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dpmerge.client.gradients.per_example import PerExampleGradients
 from dpmerge.client.party.calibration import make_mechanism
 from dpmerge.client.party.model import PartyModel, party_model
-from dpmerge.client.party.trained_space import public_bases
+from dpmerge.client.party.trained_space import PublicBases
 from dpmerge.client.privacy.noise import FastNoise, SecureNoise
 from dpmerge.client.privacy.privatiser import Privatiser
 from dpmerge.common.config.federation import PartyPlan
@@ -35,7 +35,7 @@ from dpmerge.common.privacy.accounting import epsilon_pld
 from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.public.corpus import public_corpus
 from dpmerge.common.public.terms import label_descriptions
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE
 
 FACTORS = (0.5, 1.0, 2.0)
 """What the what-if table multiplies ε, B and T by."""
@@ -152,13 +152,13 @@ def _sized(plan: PartyPlan, directions: Directions | None, num_parameters: int) 
     subspace = plan.training.subspace
     if subspace is None or directions is None:
         k = num_parameters if subspace is None else int(subspace.k)
-        return make_mechanism(plan, k), None
+        return make_mechanism(plan.privacy, plan.training, k), None
     size = None
     if not isinstance(subspace.k, int):
-        size = sizing.size_for(make_mechanism(plan, directions.shape[1]), directions)
+        size = sizing.size_for(make_mechanism(plan.privacy, plan.training, directions.shape[1]), directions)
     k = int(subspace.k) if size is None else size.k
-    clip_norm = sizing.public_clip_norm(directions, k, CLIP_QUANTILE) if subspace.clip == "public" else None
-    mechanism = make_mechanism(plan, k, l2_clip_norm=clip_norm)
+    clip_norm = sizing.public_clip_norm(directions, k, SUBSPACE_CLIP_QUANTILE) if subspace.clip == "public" else None
+    mechanism = make_mechanism(plan.privacy, plan.training, k, l2_clip_norm=clip_norm)
     if not mechanism.private or not sizing.candidates(len(directions)):
         return mechanism, None
     return mechanism, size or sizing.size_for(mechanism, directions)
@@ -184,7 +184,8 @@ def _directions(plan: PartyPlan, model: PartyModel, gradients: PerExampleGradien
         return None
     stated = subspace.k if isinstance(subspace.k, int) else 0
     widest = max(stated, *sizing.candidates(len(corpus.texts)), 0)
-    return public_bases(plan, widest, model, gradients, corpus)(0).coordinates.numpy()
+    bases = PublicBases(model, gradients, corpus, lora=plan.lora, max_length=plan.base.max_length, seed=plan.seed)
+    return bases.of(widest)(0).coordinates.numpy()
 
 
 def _cost(
@@ -264,7 +265,9 @@ def _scenarios(
         try:
             training = replace(plan.training, expected_batch_size=max(1, batch), num_steps=max(1, steps))
             changed = replace(plan, privacy=privacy, training=training)
-            made = make_mechanism(changed, mechanism.num_coordinates, l2_clip_norm=mechanism.l2_clip_norm)
+            made = make_mechanism(
+                changed.privacy, changed.training, mechanism.num_coordinates, l2_clip_norm=mechanism.l2_clip_norm
+            )
         except DpmergeError:
             continue
         bound = sizing.signal_to_noise_bound(made.num_coordinates, made.noise_multiplier, made.expected_batch_size)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dpmerge.client.party.model import PartyModel, party_model
 from dpmerge.common.privacy.clip_grid import ClipGrid
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE
 
 from .observe import LEARNING_RATE, RHO, Noise, Observed, Rows, fresh_base
 from .queries import Loop, Query
@@ -103,7 +103,7 @@ def _named_clip_norm(query: Query, loop: Loop) -> float:
     for rows in query.rows:
         bins = np.searchsorted(grid.edges, rows.norm(dim=1).numpy(), side="left").clip(max=len(grid.edges) - 1)
         np.add.at(counts, bins, 1.0)
-    return grid.quantile(counts.tolist(), noise_std=query.sigma, share=CLIP_QUANTILE)
+    return grid.quantile(counts.tolist(), noise_std=query.sigma, share=SUBSPACE_CLIP_QUANTILE)
 
 
 def samples_are_poisson(loop: Loop) -> Iterator[Finding]:

@@ -221,7 +221,7 @@ FURTHER = (
         "        raw_gradient = sum((rows.mean(0) for rows in raw), torch.zeros(num_coordinates))\n"
         "        space.vector.grad = 0.1 * raw_gradient + gradient",
     ),
-    Defect("weights that drift", "sharpness", "theta.copy_(saved)", "theta.sub_(ascent)"),
+    Defect("weights that drift", "training.sharpness", "theta.copy_(saved)", "theta.sub_(ascent)"),
     Defect(
         "noise before the charge",
         "party.party",

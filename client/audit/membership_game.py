@@ -117,12 +117,7 @@ def audit_mechanism(
     Deviations:
         2305.08846's bound allows for guesses that depend on one another; here, by construction, they do not.
     """
-    if not mechanism.private or mechanism.num_coordinates < 1:
-        raise ValueError("Expected a private mechanism with num_coordinates of at least 1.")
-    if mechanism.num_clip_queries:
-        raise ValueError("Expected num_clip_queries=0: this audit does not look at the answer of a clip query.")
-    if num_trials < 1 or not 0 < confidence < 1:
-        raise ValueError(f"Expected num_trials={num_trials} of at least 1 and confidence={confidence} in (0, 1).")
+    _check_game(mechanism, num_trials, confidence)
     started = time.monotonic()
     claimed = epsilon_pld(mechanism)
     chosen_on: list[_Trials] = []
@@ -142,6 +137,15 @@ def audit_mechanism(
         num_trials=2 * len(held_out) * mechanism.num_coordinates,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_game(mechanism: Mechanism, num_trials: int, confidence: float) -> None:
+    if not mechanism.private or mechanism.num_coordinates < 1:
+        raise ValueError("Expected a private mechanism with num_coordinates of at least 1.")
+    if mechanism.num_clip_queries:
+        raise ValueError("Expected num_clip_queries=0: this audit does not look at the answer of a clip query.")
+    if num_trials < 1 or not 0 < confidence < 1:
+        raise ValueError(f"Expected num_trials={num_trials} of at least 1 and confidence={confidence} in (0, 1).")
 
 
 @dataclass(frozen=True)
@@ -193,9 +197,7 @@ def _answers(mechanism: Mechanism, coins: Tensor) -> tuple[list[Tensor], list[Te
     coordinates, since only their direction has a part in θ.
     """
     clip = mechanism.l2_clip_norm or math.inf  # private mechanisms have one
-    score = (
-        2 * _CANARY_NORM * clip
-    )  # of a canary at a weight of one: the logistic loss has half as long a gradient at 0
+    score = 2 * _CANARY_NORM * clip  # of a canary at a weight of one: the logistic loss's gradient is half as long at 0
     learning_rate = _STILL / (score * clip * max(1.0, mechanism.noise_multiplier))
     settings = TrainingSettings(
         expected_batch_size=mechanism.expected_batch_size,

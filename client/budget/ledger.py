@@ -188,10 +188,7 @@ class Ledger:
                 _check_continues(found, entries, binding)
                 make_durable(self._path)  # whoever charged it may have died before it was
                 return found
-            whose = _bound(entries)
-            if whose is not None and whose.dataset != dataset:
-                problem = f"the ledger {self._path.name} is that of data set {whose.dataset!r}, not of {dataset!r}"
-                raise DpmergeError("DPM-504", problem, _RESTORE)
+            self._check_dataset(entries, dataset)
             if cap is not None:
                 check_cap(entries, dataset, charge, cap)
             new = Reservation(reservation or secrets.token_hex(16), binding, charge, is_new=True)
@@ -199,6 +196,13 @@ class Ledger:
                 {"kind": "reserve", "dataset": dataset, "reservation": new.id, "binding": binding, "charge": charge}
             )
             return new
+
+    def _check_dataset(self, entries: list[dict[str, Any]], dataset: str) -> None:
+        """Refuse to charge another data set than the one that the ledger is bound to."""
+        whose = _bound(entries)
+        if whose is not None and whose.dataset != dataset:
+            problem = f"the ledger {self._path.name} is that of data set {whose.dataset!r}, not of {dataset!r}"
+            raise DpmergeError("DPM-504", problem, _RESTORE)
 
     def find(self, reservation: str) -> Reservation | None:
         """Return a reservation, open or closed, by its id."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dpmerge.client.budget.composition import Cap
 from dpmerge.client.budget.ledger import RESERVATION, Bound, Ledger
-from dpmerge.common.config.federation import FileSource, PartyPlan, TaskSource
+from dpmerge.common.config.federation import FileSource, PartyPlan, PrivacySettings, TaskSource
 from dpmerge.common.config.subspace import RANDOM, SubspaceSettings
 from dpmerge.common.data.data_path import place_of, share_files
 from dpmerge.common.data.tasks import TASKS
@@ -57,13 +57,17 @@ class DataSet:
         place = f"task {self.source}" if isinstance(self.source, str) else str(self.source)
         return Bound(dataset=self.id, place=place)
 
-    def check(self, plan: PartyPlan) -> None:
+    def check(self, source: TaskSource | FileSource, privacy: PrivacySettings) -> None:
         """Refuse a plan that reads other columns, protects another unit, or states another δ or size than it may.
+
+        Args:
+            source: The records that it reads.
+            privacy: What it promises for them.
 
         Raises:
             DpmergeError: DPM-507.
         """
-        unit, delta, source = plan.privacy.unit, plan.privacy.delta, plan.source
+        unit, delta = privacy.unit, privacy.delta
         if unit != self.cap.privacy_unit:
             problem = f"unit = {unit!r} where the cap of data set {self.id!r} protects each {self.cap.privacy_unit}"
             raise DpmergeError("DPM-507", problem, f'set privacy.unit = "{self.cap.privacy_unit}"')
@@ -76,8 +80,8 @@ class DataSet:
         if delta is None or delta > self.cap.delta:
             problem = f"delta = {delta} is above {self.cap.delta:g}, the most that data set {self.id!r} allows"
             raise DpmergeError("DPM-507", problem, f"set privacy.delta to at most {self.cap.delta:g}")
-        if self.population not in (None, plan.privacy.population):
-            problem = f"population = {plan.privacy.population} is not what data set {self.id!r} declares"
+        if self.population not in (None, privacy.population):
+            problem = f"population = {privacy.population} is not what data set {self.id!r} declares"
             raise DpmergeError("DPM-507", problem, f"set population = {self.population}")
 
 
@@ -137,7 +141,7 @@ class Policy:
             raise DpmergeError("DPM-507", problem, 'set privacy.noise = "secure"')
         if plan.privacy.noise_seed is not None:
             raise DpmergeError("DPM-507", "noise_seed is set: whoever knows it can remove the noise", "remove it")
-        self.dataset_of(plan.source).check(plan)
+        self.dataset_of(plan.source).check(plan.source, plan.privacy)
         if base_sha256 not in self.base_models:
             problem = f"the base model {base_sha256[:16]}… is not on the policy's list"
             raise DpmergeError("DPM-507", problem, "have the policy's owner list its hash in base_models")
@@ -201,8 +205,8 @@ def open_account(plan: PartyPlan, base_sha256: str, folder: Path, policy: Policy
     """
     if policy is not None:
         policy.check(plan, base_sha256)
-        return account_of(plan, folder, policy)
-    account = account_of(plan, folder, None)
+        return account_of(plan.party, plan.source, folder, policy)
+    account = account_of(plan.party, plan.source, folder, None)
     if not account.ledger.exists():
         if (folder / RESERVATION).exists():
             fix = "restore it, or train into another folder, as a second charge"
@@ -211,16 +215,22 @@ def open_account(plan: PartyPlan, base_sha256: str, folder: Path, policy: Policy
     return account
 
 
-def account_of(plan: PartyPlan, folder: Path, policy: Policy | None) -> Account:
+def account_of(party: str, source: TaskSource | FileSource, folder: Path, policy: Policy | None) -> Account:
     """Return where a party's training is charged, or was: for whoever spends nothing more.
+
+    Args:
+        party: The party's name.
+        source: Its records.
+        folder: The party's folder of this run.
+        policy: The site's; None for a simulation.
 
     Raises:
         DpmergeError: DPM-507 if the policy lists no such data set; DPM-504 if its ledger is not there, or is bound to
             another data set or place.
     """
     if policy is None:
-        return Account(Ledger(folder / "ledger.jsonl"), task_name(plan))
-    dataset = policy.dataset_of(plan.source)
+        return Account(Ledger(folder / "ledger.jsonl"), task_name(party, source))
+    dataset = policy.dataset_of(source)
     ledger = policy.ledger_of(dataset)
     ledger.check_bound(dataset.bound)
     return Account(ledger, dataset.id, dataset.cap, policy.public_texts)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpmerge.common.config.federation import PartyPlan
+from dpmerge.common.config.federation import PrivacySettings, TrainingSettings
 from dpmerge.common.privacy.calibration import calibrate
 from dpmerge.common.privacy.mechanism import Mechanism
 
 
-def make_mechanism(plan: PartyPlan, num_coordinates: int, *, l2_clip_norm: float | None = None) -> Mechanism:
-    """Calibrate the mechanism that meets the plan's ε at its δ; never above it.
+def make_mechanism(
+    privacy: PrivacySettings, training: TrainingSettings, num_coordinates: int, *, l2_clip_norm: float | None = None
+) -> Mechanism:
+    """Calibrate the mechanism that meets a party's ε at its δ; never above it.
 
     Args:
-        plan: Declares population, expected batch, steps, clip norm, form of sharpness and noise mode.
+        privacy: ε, δ, population, unit, clip norm and noise mode, as a plan has resolved them.
+        training: Expected batch, steps and form of sharpness.
         num_coordinates: P or k, the noised values per query; secure noise charges its sampler's error for each.
-        l2_clip_norm: C where it is not the plan's: a clip norm from public gradients. A clip query starts with the
-            plan's.
+        l2_clip_norm: C where it is not the stated one: a clip norm from public gradients. A clip query starts with the
+            stated one.
     """
-    privacy, training = plan.privacy, plan.training
     if privacy.population is None or privacy.delta is None:
         raise ValueError("Expected privacy.population and privacy.delta to be set in a resolved plan.")
     public: dict[str, Any] = {

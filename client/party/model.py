@@ -16,7 +16,7 @@ from dpmerge.common.encoder.base_model import Base, adapted_layers, attach_lora
 from dpmerge.common.encoder.heads import head_module
 from dpmerge.common.encoder.split_check import Tokens, checked_split, public_batches
 from dpmerge.common.encoder.split_encoder import SplitEncoder
-from dpmerge.common.public.terms import start_head
+from dpmerge.common.public.terms import label_descriptions, start_head
 from dpmerge.common.release.format import PEFT_PREFIX, Head
 
 
@@ -51,7 +51,7 @@ def party_model(base: Base, plan: PartyPlan) -> PartyModel:
     Raises:
         DpmergeError: If the model has no such layers or targets.
     """
-    head = start_head(base, plan)
+    head = start_head(base, label_descriptions(plan.source), plan.training.head)
     encoder = attach_lora(base, plan.lora, seed=plan.seed)
     first, texts = adapted_layers(base, plan.lora.layers)[0], public_batches(base, plan.base.max_length)
     split, note = checked_split(base, encoder, first, texts)

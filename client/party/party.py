@@ -97,10 +97,8 @@ def run_party(
     make_folder(folder, mode=0o700)
     with prepared(plan, base, folder, policy) as ready:
         before_records()
-        records, report = read_training(plan)
-        if report is not None:
-            append_log(folder, "".join(f"{line}\n" for line in report.lines()))
-        binding = _binding(plan, base, records)
+        records = _read(plan, folder)
+        binding = _binding(plan.fingerprint() + base.sha256, records)
         if ready.training is not None and not (folder / RELEASE).exists():
             release = _train(
                 plan, records, binding, ready.account, ready.training, folder, on_progress, cache_trunk, activations
@@ -108,6 +106,14 @@ def run_party(
             put(folder, release, ready.account.ledger.head(), signer)
         erase(folder / CHECKPOINT)  # nothing goes on from it any more, and it holds the key of the last steps' noise
         return _outbox(folder, ready.account, binding, signer)
+
+
+def _read(plan: PartyPlan, folder: Path) -> Records:
+    """Read the party's records; what became of its file's is said in its own log."""
+    records, report = read_training(plan)
+    if report is not None:
+        append_log(folder, "".join(f"{line}\n" for line in report.lines()))
+    return records
 
 
 def read_training(plan: PartyPlan) -> tuple[Records, ReadReport | None]:
@@ -148,9 +154,9 @@ def _outbox(folder: Path, account: Account, binding: str, signer: Signer | None)
     return files
 
 
-def _binding(plan: PartyPlan, base: Base, records: Records) -> str:
-    """Return the SHA-256 over data, configuration and base model that binds a reservation; it stays with the party."""
-    digest = hashlib.sha256((plan.fingerprint() + base.sha256).encode())
+def _binding(trained: str, records: Records) -> str:
+    """Return the SHA-256 over data and what is trained on them, which binds a reservation; it stays with the party."""
+    digest = hashlib.sha256(trained.encode())
     columns = [column for column in (records.texts, records.labels, records.users) if column is not None]
     for record in zip(*columns, strict=True):
         digest.update(json.dumps(record).encode())
@@ -172,20 +178,13 @@ def _train(
     if made.corpus is not None and overlaps(made.corpus, records.texts):
         append_log(folder, OVERLAP)
     if activations is None:
-        activations = Activations(
-            model.base,
-            model.split,
-            records.texts,
-            max_length=plan.base.max_length,
-            cached=cache_trunk,
-            is_fixed=made.is_fixed,
-            on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
-        )
+        activations = _encoded(records, made, plan.base.max_length, on_progress, cache_trunk)
     elif len(activations) != len(records):
         raise ValueError(f"Expected activations of {len(records)} records, not of {len(activations)}.")
     users = None if records.users is None else Users(records.users)
     data = PrivateData(activations, torch.tensor(records.labels, dtype=torch.long), users)
-    run = _reserved(plan, mechanism, made.statement, data.num_units, binding, account, folder)
+    seed = _test_seed(plan.privacy.noise_seed, plan.party)
+    run = _reserved(seed, mechanism, made.statement, data.num_units, binding, account, folder)
 
     def after_step(step: int, capture: Callable[[], TrainingState]) -> None:
         if step % CHECKPOINT_EVERY_STEPS == 0 and step < mechanism.num_steps:
@@ -208,16 +207,30 @@ def _train(
     )
     run.noise.erase()
     run.sampler.erase()
-    return _release(plan, made, ran)
+    return _release(plan.party, made, ran)
 
 
-def _release(plan: PartyPlan, made: Training, ran: Mechanism) -> Release:
+def _encoded(
+    records: Records, made: Training, max_length: int, on_progress: OnProgress, cache_trunk: bool
+) -> Activations:
+    return Activations(
+        made.model.base,
+        made.model.split,
+        records.texts,
+        max_length=max_length,
+        cached=cache_trunk,
+        is_fixed=made.is_fixed,
+        on_progress=lambda num_done: on_progress("caching", num_done, len(records)),
+    )
+
+
+def _release(party: str, made: Training, ran: Mechanism) -> Release:
     adapter = get_peft_model_state_dict(made.model.encoder, save_embedding_layers=False)
     return Release(
-        party=plan.party,
+        party=party,
         adapter={key: value.detach().clone() for key, value in adapter.items()},
         adapter_config=made.config,
-        heads={plan.party: _trained_head(made.model.head, made.model.classifier)},
+        heads={party: _trained_head(made.model.head, made.model.classifier)},
         statement=with_clip_norm(made.statement, ran),
     )
 
@@ -232,7 +245,7 @@ class _Run:
 
 
 def _reserved(
-    plan: PartyPlan,
+    seed: int | None,
     mechanism: Mechanism,
     charge: dict[str, Any],
     num_units: int,
@@ -261,17 +274,15 @@ def _reserved(
         source = SecureNoise if mechanism.noise == "secure" else FastNoise
         sampler = PoissonSampler.from_state(mechanism.sampling_prob, num_units, state.sampler)
         return _Run(source.from_state(state.noise), sampler, state)
-    seed = _test_seed(plan)
     noise: NoiseSource = SecureNoise() if mechanism.noise == "secure" else FastNoise(seed)
     return _Run(noise, PoissonSampler(mechanism.sampling_prob, num_units, seed), None)
 
 
-def _test_seed(plan: PartyPlan) -> int | None:
+def _test_seed(seed: int | None, party: str) -> int | None:
     """Return the party's own seed for noise and samples, if the plan has a test seed: parties share that, not noise."""
-    seed = plan.privacy.noise_seed
     if seed is None:
         return None
-    return int.from_bytes(hashlib.sha256(f"{seed}|{plan.party}".encode()).digest()[:8], "little")
+    return int.from_bytes(hashlib.sha256(f"{seed}|{party}".encode()).digest()[:8], "little")
 
 
 def lora_views(gradients: PerExampleGradients, encoder: PeftModel) -> tuple[LoraView, ...]:

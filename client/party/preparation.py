@@ -6,7 +6,7 @@ site's rules, what was charged before. It may be told in words. What comes after
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from filelock import FileLock
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from dpmerge.client.budget.composition import check_cap
@@ -70,7 +69,7 @@ class Training:
         is_fixed: Whether all batches of one length must have one shape on this machine.
     """
 
-    config: LoraConfig
+    config: dict[str, Any]
     model: PartyModel
     gradients: PerExampleGradients
     corpus: PublicCorpus | None
@@ -111,38 +110,49 @@ def prepared(plan: PartyPlan, base: Base, folder: Path, policy: Policy | None) -
             return
         check_length(base, plan.base.max_length)
         check_vocabulary(base)
-        config, model = adapter_config(base, plan.lora), party_model(base, plan)
+        config = adapter_config(base, plan.lora)  # before LoRA's modules are in the base model
+        model = party_model(base, plan)
         for note in model.notes:
             append_log(folder, f"{note}\n")
-        with _gradients(model, plan, folder) as gradients:
-            check_reach(base, partial(_run, model), plan.base.max_length)
-            is_fixed = not rows_are_alike(widths_of(model.encoder), torch.get_num_threads())
-            if is_fixed:
-                append_log(folder, FIXED_SHAPES)
-            checked = _what_is_checked(gradients, model, plan, is_fixed)
-            if checked not in _PASSED:
-                _check_independent(gradients, model, plan, is_fixed)
-                _PASSED.add(checked)
-            corpus = (
-                None if plan.training.subspace is None else public_corpus(plan.training.subspace, account.public_texts)
-            )
-            space = trained_space(plan, model, gradients, corpus)
-            mechanism = make_mechanism(plan, space.coordinates.vector.numel(), l2_clip_norm=space.l2_clip_norm)
-            statement = _statement(plan, mechanism, base, model.head.labels, space.description)
-            _check_charge(account, folder, statement)
-            yield Prepared(
-                account,
-                Training(
-                    config=config,
-                    model=model,
-                    gradients=gradients,
-                    corpus=corpus,
-                    space=space,
-                    mechanism=mechanism,
-                    statement=statement,
-                    is_fixed=is_fixed,
-                ),
-            )
+        with _gradients(model, plan.training.expected_batch_size, folder) as gradients:
+            training = _training(plan, config, model, gradients, account.public_texts, folder)
+            _check_charge(account, folder, training.statement)
+            yield Prepared(account, training)
+
+
+def _training(
+    plan: PartyPlan,
+    config: dict[str, Any],
+    model: PartyModel,
+    gradients: PerExampleGradients,
+    public_texts: frozenset[str],
+    folder: Path,
+) -> Training:
+    """Return the training that the plan asks for, having tried on public texts that it can be run and accounted."""
+    check_reach(model.base, partial(_run, model), plan.base.max_length)
+    is_fixed = not rows_are_alike(widths_of(model.encoder), torch.get_num_threads())
+    if is_fixed:
+        append_log(folder, FIXED_SHAPES)
+    checked = _what_is_checked(gradients, model, plan, is_fixed)
+    if checked not in _PASSED:
+        texts = list(label_descriptions(plan.source).values())
+        _check_independent(gradients, model, texts, plan.base.max_length, is_fixed=is_fixed)
+        _PASSED.add(checked)
+    subspace = plan.training.subspace
+    corpus = None if subspace is None else public_corpus(subspace, public_texts)
+    space = trained_space(plan, model, gradients, corpus)
+    num_coordinates = space.coordinates.vector.numel()
+    mechanism = make_mechanism(plan.privacy, plan.training, num_coordinates, l2_clip_norm=space.l2_clip_norm)
+    return Training(
+        config=config,
+        model=model,
+        gradients=gradients,
+        corpus=corpus,
+        space=space,
+        mechanism=mechanism,
+        statement=_statement(plan, mechanism, model.base, model.head.labels, space.description),
+        is_fixed=is_fixed,
+    )
 
 
 def append_log(folder: Path, text: str) -> None:
@@ -150,9 +160,9 @@ def append_log(folder: Path, text: str) -> None:
     append_file(folder / "party.log", text)
 
 
-def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGradients:
+def _gradients(model: PartyModel, expected_batch_size: int, folder: Path) -> PerExampleGradients:
     """Return the gradients of the classifier; a physical batch below the expected one is said in the party's log."""
-    wanted, budget = model.max_examples or plan.training.expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
+    wanted, budget = model.max_examples or expected_batch_size, DEFAULT_MEMORY_BUDGET_BYTES
     gradients = PerExampleGradients(model.classifier, max_examples=wanted, memory_budget_bytes=budget)
     if gradients.capacity < wanted:
         append_log(
@@ -163,7 +173,9 @@ def _gradients(model: PartyModel, plan: PartyPlan, folder: Path) -> PerExampleGr
     return gradients
 
 
-def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: PartyPlan, is_fixed: bool) -> None:
+def _check_independent(
+    gradients: PerExampleGradients, model: PartyModel, texts: Sequence[str], max_length: int, *, is_fixed: bool
+) -> None:
     """Refuse a model that mixes the examples of a batch, found out on the public class descriptions before any charge.
 
     Batches have the largest and the smallest shape of the training, at its shortest and longest padded length; the
@@ -172,9 +184,8 @@ def _check_independent(gradients: PerExampleGradients, model: PartyModel, plan: 
     Raises:
         DpmergeError: DPM-502 if an example's gradient depends on its company.
     """
-    tokens = tokenize(model.base, list(label_descriptions(plan.source).values()), plan.base.max_length)
-    most = plan.base.max_length
-    for length in sorted({padded_length(1, most), padded_length(most, most)}):
+    tokens = tokenize(model.base, texts, max_length)
+    for length in sorted({padded_length(1, max_length), padded_length(max_length, max_length)}):
         shapes = shapes_of(length, gradients.capacity, is_fixed=is_fixed)
         if shapes.most < 2:
             continue  # batches of one: no example has company
@@ -216,12 +227,12 @@ def _statement(
         mechanism,
         cross_check(mechanism),
         party=plan.party,
-        task=task_name(plan),
+        task=task_name(plan.party, plan.source),
         labels=labels,
         base_sha256=base.sha256,
         tuning_disclosure=plan.privacy.tuning,
         training=public_settings(plan),
-        noise_seed=noise_origin(plan),
+        noise_seed=noise_origin(plan.privacy),
         subspace=subspace,
     )
 

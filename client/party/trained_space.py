@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from dpmerge.client.party.model import PartyModel
 from dpmerge.client.subspace.basis import Basis, StreamingSvd, public_seed, random_basis
 from dpmerge.client.subspace.basis_cache import cached_basis
 from dpmerge.client.subspace.coordinates import Coordinates, FullSpace, MakeBasis, Subspace
-from dpmerge.common.config.federation import PartyPlan, SubspaceSettings
+from dpmerge.common.config.federation import LoraSettings, PartyPlan
 from dpmerge.common.encoder.activations import Activations
+from dpmerge.common.privacy.mechanism import Mechanism
 from dpmerge.common.privacy.sizing import candidates, size_for
 from dpmerge.common.public.corpus import PublicCorpus
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE, describe_subspace
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE, describe_subspace
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,59 @@ class TrainedSpace:
     coordinates: Coordinates
     l2_clip_norm: float
     description: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, eq=False)
+class PublicBases:
+    """Bases of public gradients at the θ of the moment, the first of which is found in the cache if it is there.
+
+    Attributes:
+        model: The party's, at the shared start while the first basis is made.
+        gradients: Per-example gradients of the classifier.
+        corpus: The public texts.
+        lora: The adapter's shape.
+        max_length: Tokens kept of each text.
+        seed: Public; of pseudo-labels.
+    """
+
+    model: PartyModel
+    gradients: PerExampleGradients
+    corpus: PublicCorpus
+    lora: LoraSettings = field(kw_only=True)
+    max_length: int = field(kw_only=True)
+    seed: int = field(kw_only=True)
+
+    def of(self, k: int) -> MakeBasis:
+        """Return what makes bases of k directions."""
+        identity = self._identity(k)
+        return lambda number: cached_basis(identity, lambda: self._made(k, 0)) if number == 0 else self._made(k, number)
+
+    def _made(self, k: int, number: int) -> Basis:
+        svd = StreamingSvd(self.gradients.theta.numel(), k)
+        seed = public_seed(f"{self.seed}|pseudo-labels|{number}")
+        for rows in public_gradients(self.model.classifier, self.gradients, self._activations, seed):
+            svd.add(rows)
+        return svd.finish()
+
+    @cached_property
+    def _activations(self) -> Activations:
+        return Activations(self.model.base, self.model.split, self.corpus.texts, max_length=self.max_length)
+
+    def _identity(self, k: int) -> dict[str, str]:
+        """Return all that the first basis is a function of."""
+        head = self.model.head
+        return {
+            "base model": self.model.base.sha256,
+            "LoRA layout": _hash([asdict(self.lora), [(slot.name, slot.shape) for slot in self.gradients.layout]]),
+            "head": _hash([head.labels, head.feature_scale, head.weight.tolist()]),
+            "public data": self.corpus.sha256,
+            "number of directions": str(k),
+            "number of tokens": str(self.max_length),
+            "seed": str(self.seed),
+            "kind of pseudo-labels": PSEUDO_LABELS,
+            "physical batch": str(self.gradients.capacity),  # by which labels are drawn and sums are rounded
+            "version of torch": torch.__version__,
+        }
 
 
 def trained_space(
@@ -58,13 +112,14 @@ def trained_space(
     if settings is None:
         return TrainedSpace(FullSpace(gradients), plan.privacy.l2_clip_norm, None)
     if corpus is not None:
-        make_basis = _public_directions(plan, settings, model, gradients, corpus)
+        bases = PublicBases(model, gradients, corpus, lora=plan.lora, max_length=plan.base.max_length, seed=plan.seed)
+        make_basis = _public_directions(bases, settings.k, lambda k: make_mechanism(plan.privacy, plan.training, k))
     elif isinstance(settings.k, int):
-        make_basis = _random_directions(plan, settings.k, gradients)
+        make_basis = _random_directions(plan.seed, settings.k, gradients)
     else:
         raise ValueError("Expected the public texts that k = 'auto' is chosen by.")
     space = Subspace(gradients, settings, make_basis)
-    clip_norm = space.clip_norm(CLIP_QUANTILE) if settings.clip == "public" else plan.privacy.l2_clip_norm
+    clip_norm = space.clip_norm(SUBSPACE_CLIP_QUANTILE) if settings.clip == "public" else plan.privacy.l2_clip_norm
     description = describe_subspace(
         settings,
         corpus,
@@ -77,69 +132,23 @@ def trained_space(
     return TrainedSpace(space, clip_norm, description)
 
 
-def _random_directions(plan: PartyPlan, k: int, gradients: PerExampleGradients) -> MakeBasis:
-    return lambda number: random_basis(gradients.theta.numel(), k, f"{plan.seed}|random|{number}")
+def _random_directions(seed: int, k: int, gradients: PerExampleGradients) -> MakeBasis:
+    return lambda number: random_basis(gradients.theta.numel(), k, f"{seed}|random|{number}")
 
 
-def _public_directions(
-    plan: PartyPlan,
-    settings: SubspaceSettings,
-    model: PartyModel,
-    gradients: PerExampleGradients,
-    corpus: PublicCorpus,
-) -> MakeBasis:
+def _public_directions(bases: PublicBases, k: int | str, mechanism_of: Callable[[int], Mechanism]) -> MakeBasis:
     """Return what makes bases of public gradients, of as many directions as are stated, or as the rule chooses.
 
     The rule looks at the widest basis that so many texts give, of which the first k directions are then trained. Its σ
     is that of the widest too: secure noise charges δ for every coordinate, by too little to matter.
     """
-    if isinstance(settings.k, int):
-        return public_bases(plan, settings.k, model, gradients, corpus)
-    widest = max(candidates(len(corpus.texts)))
-    wide = public_bases(plan, widest, model, gradients, corpus)(0)
-    k = size_for(make_mechanism(plan, widest), wide.coordinates.numpy()).k
-    first, later = wide.first(k), public_bases(plan, k, model, gradients, corpus)
+    if isinstance(k, int):
+        return bases.of(k)
+    widest = max(candidates(len(bases.corpus.texts)))
+    wide = bases.of(widest)(0)
+    chosen = size_for(mechanism_of(widest), wide.coordinates.numpy()).k
+    first, later = wide.first(chosen), bases.of(chosen)
     return lambda number: first if number == 0 else later(number)
-
-
-def public_bases(
-    plan: PartyPlan, k: int, model: PartyModel, gradients: PerExampleGradients, corpus: PublicCorpus
-) -> MakeBasis:
-    """Return what makes bases of public gradients at the θ of the moment, the first one found in the cache if there.
-
-    Args:
-        plan: Its base model, adapter and seed.
-        k: Directions.
-        model: The party's, at the shared start while the first basis is made.
-        gradients: Per-example gradients of the classifier.
-        corpus: The public texts.
-    """
-    base, head = model.base, model.head
-
-    @cache
-    def activations() -> Activations:
-        return Activations(base, model.split, corpus.texts, max_length=plan.base.max_length)
-
-    def made(number: int) -> Basis:
-        svd = StreamingSvd(gradients.theta.numel(), k)
-        seed = public_seed(f"{plan.seed}|pseudo-labels|{number}")
-        for rows in public_gradients(model.classifier, gradients, activations(), seed):
-            svd.add(rows)
-        return svd.finish()
-
-    identity = {
-        "base model": base.sha256,
-        "LoRA layout": _hash([asdict(plan.lora), [(slot.name, slot.shape) for slot in gradients.layout]]),
-        "head": _hash([head.labels, head.feature_scale, head.weight.tolist()]),
-        "public data": corpus.sha256,
-        "number of directions": str(k),
-        "number of tokens": str(plan.base.max_length),
-        "seed": str(plan.seed),
-        "kind of pseudo-labels": PSEUDO_LABELS,
-        "physical batch": str(gradients.capacity),  # by which labels are drawn and sums are rounded
-        "version of torch": torch.__version__,
-    }
-    return lambda number: cached_basis(identity, lambda: made(0)) if number == 0 else made(number)
 
 
 def _hash(value: object) -> str:

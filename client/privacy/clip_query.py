@@ -30,7 +30,7 @@ from dpmerge.client.privacy.noise import NoiseSource
 from dpmerge.client.privacy.privatiser import Privatiser
 from dpmerge.common.privacy.clip_grid import ClipGrid
 from dpmerge.common.privacy.mechanism import COMPANY_MARGIN, Mechanism
-from dpmerge.common.statement.subspace_part import CLIP_QUANTILE
+from dpmerge.common.statement.subspace_part import SUBSPACE_CLIP_QUANTILE
 
 
 def with_private_clip_norm(mechanism: Mechanism, noise: NoiseSource, rows: Iterable[Tensor]) -> Mechanism:
@@ -59,7 +59,7 @@ def with_private_clip_norm(mechanism: Mechanism, noise: NoiseSource, rows: Itera
         privatiser.accumulate(one_hot(some, grid.edges, height))
     counts = privatiser.finish().double() * (mechanism.expected_batch_size / height)
     noise_std = mechanism.noise_multiplier * middle / height
-    found = grid.quantile(counts.tolist(), noise_std=noise_std, share=CLIP_QUANTILE)
+    found = grid.quantile(counts.tolist(), noise_std=noise_std, share=SUBSPACE_CLIP_QUANTILE)
     return replace(mechanism, l2_clip_norm=found)
 
 

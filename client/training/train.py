@@ -29,7 +29,7 @@ from dpmerge.common.encoder.activations import Activations, Batch
 from dpmerge.common.encoder.split_encoder import SplitEncoder, pool
 from dpmerge.common.errors import DpmergeError
 from dpmerge.common.privacy.mechanism import Mechanism
-from dpmerge.common.training.alignment import LoraView, pull
+from dpmerge.common.training.alignment import LoraView, l2_sp
 from dpmerge.common.training.optimizer import make_optimizer, scheduled
 
 
@@ -119,9 +119,9 @@ def train(
         model: What is trained; its trainable parameters are views of θ.
         data: The party's records.
         gradients: Per-example gradients of `model`, and θ.
-        lora: Where the LoRA factors lie in θ, for the pull.
+        lora: Where the LoRA factors lie in θ, for the L2-SP gradient.
         mechanism: σ, C, q, B, T and the form of sharpness; the only source of these numbers.
-        settings: Optimizer, learning rate, radius, pull.
+        settings: Optimizer, learning rate, radius, weight of L2-SP.
         sampler: Draws the Poisson samples of the data's units.
         noise: Draws the noise; it forgets how after every query.
         coordinates: What is trained of θ; None is all of it.
@@ -184,7 +184,7 @@ def train(
         with perturbed(theta, None if climb is None else space.lift(climb)):
             gradient = space.gradient(_private_gradient(descent, sample, model, data, space))
         before = space.vector.clone()
-        space.vector.grad = gradient + space.project(pull(theta, start, lora, settings, step))
+        space.vector.grad = gradient + space.project(l2_sp(theta, start, lora, settings, step))
         optimizer.step()
         space.place(gradient)
         memory.remember(gradient, before, space.vector)

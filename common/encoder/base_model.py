@@ -84,20 +84,7 @@ def load_base(name: str) -> Base:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     refuse_code(source)
-    try:
-        check_config(AutoConfig.from_pretrained(source, **NO_CODE), name)
-        encoder = AutoModel.from_pretrained(source, dtype=torch.float32, **NO_CODE)
-        tokenizer = AutoTokenizer.from_pretrained(source, **NO_CODE)
-    except DpmergeError:
-        raise
-    except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise DpmergeError(
-            "DPM-204",
-            f"base.model = {name!r} cannot be opened ({first_line})",
-            f"give one of {', '.join(aliases)}, "
-            "a folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
-        ) from error
+    encoder, tokenizer = _opened(source, name, aliases)
     _choose_filler(tokenizer, name)
     encoder.eval().requires_grad_(False)
     always_mask(encoder)
@@ -111,6 +98,24 @@ def load_base(name: str) -> Base:
         sha256=_base_hash(encoder, tokenizer),
         layers=find_layers(encoder, name),
     )
+
+
+def _opened(source: str, name: str, aliases: Sequence[str]) -> tuple[Any, Any]:
+    """Return encoder and tokenizer of a folder or hub id; no code of theirs is run."""
+    try:
+        check_config(AutoConfig.from_pretrained(source, **NO_CODE), name)
+        encoder = AutoModel.from_pretrained(source, dtype=torch.float32, **NO_CODE)
+        return encoder, AutoTokenizer.from_pretrained(source, **NO_CODE)
+    except DpmergeError:
+        raise
+    except Exception as error:  # a damaged folder fails in as many ways as there are libraries that read it
+        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DpmergeError(
+            "DPM-204",
+            f"base.model = {name!r} cannot be opened ({first_line})",
+            f"give one of {', '.join(aliases)}, "
+            "a folder with config.json, weights and tokenizer, or a hub id that this machine can reach",
+        ) from error
 
 
 def _choose_filler(tokenizer: Any, name: str) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import rfc8785
 
-from dpmerge.common.config.federation import FileSource, PartyPlan, TaskSource
+from dpmerge.common.config.federation import FileSource, PartyPlan, PrivacySettings, TaskSource
 from dpmerge.common.data.tasks import TASKS
 from dpmerge.common.encoder.base_model import Base
 from dpmerge.common.encoder.heads import label_text_head, zero_linear_head
@@ -25,9 +25,14 @@ def label_descriptions(source: TaskSource | FileSource) -> Mapping[str, str]:
     return TASKS[source.task].labels if isinstance(source, TaskSource) else source.labels
 
 
-def task_name(plan: PartyPlan) -> str:
-    """Return what the plan's task is called in results and statements."""
-    return plan.source.task if isinstance(plan.source, TaskSource) else plan.party
+def task_name(party: str, source: TaskSource | FileSource) -> str:
+    """Return what a party's task is called in results and statements: as in the registry, or as the party itself.
+
+    Args:
+        party: The party's name.
+        source: Where its records are.
+    """
+    return source.task if isinstance(source, TaskSource) else party
 
 
 def terms_hash(plan: PartyPlan, base_sha256: str) -> str:
@@ -46,14 +51,19 @@ def public_settings(plan: PartyPlan) -> dict[str, object]:
     return {"training": whole["training"], "lora": whole["lora"], "max_length": plan.base.max_length, "seed": plan.seed}
 
 
-def noise_origin(plan: PartyPlan) -> Literal["operating system", "test"]:
-    """Return where the party's noise is seeded, in the words of a statement; the seed itself is never published."""
-    return "operating system" if plan.privacy.noise_seed is None else "test"
+def noise_origin(privacy: PrivacySettings) -> Literal["operating system", "test"]:
+    """Return where a party's noise is seeded, in the words of a statement; the seed itself is never published."""
+    return "operating system" if privacy.noise_seed is None else "test"
 
 
-def start_head(base: Base, plan: PartyPlan) -> Head:
-    """Return the head with which the party starts: final for label-text, zero for linear."""
-    descriptions = label_descriptions(plan.source)
-    if plan.training.head == "linear":
+def start_head(base: Base, descriptions: Mapping[str, str], kind: Literal["label-text", "linear"]) -> Head:
+    """Return the head with which a party starts.
+
+    Args:
+        base: The base model.
+        descriptions: Class name → public one-line description.
+        kind: "label-text" makes it of the descriptions, and it stays; "linear" starts at zero and is trained.
+    """
+    if kind == "linear":
         return zero_linear_head(base, tuple(descriptions))
     return label_text_head(base, descriptions)

@@ -93,28 +93,14 @@ def build_statement(
     Raises:
         DpmergeError: DPM-401 if the tuning disclosure is empty or the accounting is another mechanism's.
     """
-    is_private = mechanism.private
     statement = {
         "schema": SCHEMA,
         "party": party,
         "task": task,
         "labels": list(labels),
         "base_sha256": base_sha256,
-        "epsilon": accounting.epsilon if is_private else None,  # JSON has no infinity
-        **stated_values(mechanism),
-        "sampling_prob": mechanism.sampling_prob,
-        "neighboring_relation": mechanism.neighboring_relation,
-        "normalisation": NORMALISATION,
-        "sampling": SAMPLING,
-        "company_margin": COMPANY_MARGIN,
+        **_claim(mechanism, accounting),
         "noise_seed": noise_seed,
-        "accountant": accounting.accountant,
-        "cross_check": {
-            "epsilon_prv": accounting.epsilon_prv if is_private else None,
-            "epsilon_rdp": accounting.epsilon_rdp if is_private else None,
-            "epsilon_optimistic": accounting.epsilon_optimistic if is_private else None,
-        },
-        "sampler_delta": accounting.sampler_delta,
         "tuning_disclosure": tuning_disclosure,
         "trust_model": TRUST_MODEL,
         "not_protected": list(NOT_PROTECTED),
@@ -123,6 +109,23 @@ def build_statement(
     }
     check_statement(statement)
     return statement
+
+
+def _claim(mechanism: Mechanism, accounting: Accounting) -> dict[str, Any]:
+    """Return ε, what it follows from, and its witnesses; without privacy they are null, as JSON has no infinity."""
+    witnesses = ("epsilon_prv", "epsilon_rdp", "epsilon_optimistic")
+    return {
+        "epsilon": accounting.epsilon if mechanism.private else None,
+        **stated_values(mechanism),
+        "sampling_prob": mechanism.sampling_prob,
+        "neighboring_relation": mechanism.neighboring_relation,
+        "normalisation": NORMALISATION,
+        "sampling": SAMPLING,
+        "company_margin": COMPANY_MARGIN,
+        "accountant": accounting.accountant,
+        "cross_check": {key: getattr(accounting, key) if mechanism.private else None for key in witnesses},
+        "sampler_delta": accounting.sampler_delta,
+    }
 
 
 def with_clip_norm(statement: Mapping[str, Any], mechanism: Mechanism) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dpmerge.common.privacy.sizing import candidates
 from dpmerge.common.public.corpus import PublicCorpus, public_name
 from dpmerge.common.untrusted.kinds import same
 
-CLIP_QUANTILE = 0.5
+SUBSPACE_CLIP_QUANTILE = 0.5
 """With clip = "public" the clip norm is this quantile of the projected public gradients' norms, with "quantile" of a
 noisy histogram of the private ones'."""
 
@@ -60,7 +60,7 @@ def describe_subspace(
         "allocation": settings.allocation,
         "scales": list(scales),
         "clip": settings.clip,
-        "clip_quantile": None if settings.clip == "fixed" else CLIP_QUANTILE,
+        "clip_quantile": None if settings.clip == "fixed" else SUBSPACE_CLIP_QUANTILE,
         **(_stated_grid(ClipGrid.around(l2_clip_norm, k)) if settings.clip == "quantile" else {}),
     }
 
@@ -141,7 +141,7 @@ def _difference(told: Mapping[str, Any], settings: Mapping[str, Any], seed: obje
     wanted = {key: settings.get(key) for key in ("refresh_every_steps", "allocation", "clip")}
     wanted["k"] = told["k"] if settings.get("k") == AUTO else settings.get("k")
     wanted["public"] = None if settings.get("public") == RANDOM else settings.get("public")
-    wanted["clip_quantile"] = CLIP_QUANTILE if settings.get("clip") in ("public", "quantile") else None
+    wanted["clip_quantile"] = SUBSPACE_CLIP_QUANTILE if settings.get("clip") in ("public", "quantile") else None
     wanted["seed"] = told["seed"] if seed is None else seed
     differing = [key for key, value in wanted.items() if not same(told[key], value)]
     if told["allocation"] != "public" and not same(told["scales"], [1.0, 1.0]):  # a history is of the steps to come
@@ -192,7 +192,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "allocation": lambda value: value in ("uniform", "public", "history"),
     "scales": _are_scales,
     "clip": lambda value: value in get_args(Clip),
-    "clip_quantile": lambda value: value is None or same(value, CLIP_QUANTILE),
+    "clip_quantile": lambda value: value is None or same(value, SUBSPACE_CLIP_QUANTILE),
 }
 
 _OPTIONAL_KINDS: Mapping[str, Callable[[Any], bool]] = {

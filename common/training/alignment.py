@@ -1,9 +1,12 @@
-"""The pull towards the shared start: data-free, so it is added to the privatised gradient after the noise.
+"""L2-SP: the penalty on the distance from the shared start.
+
+It is data-free, so its gradient is added to the privatised one after the noise.
 
 The penalty is λ‖w − w₀‖² on what the merge will see. For LoRA with B₀ = 0 the merge sees the delta s·BA, whose
 squared Frobenius norm is s² tr((BᵀB)(AAᵀ)): an r×r cost. The alternative pulls the trained factors themselves.
 
-References: alignment to the pretrained reference, DP-Merging, arXiv 2608.26655. Deviation: there on full weights,
+References: L2-SP, arXiv 1802.01483;
+alignment to the pretrained reference, DP-Merging, arXiv 2608.26655. Deviation: there on full weights,
 here on LoRA's delta or factors; the heads are not pulled, having no part in the merge.
 """
 
@@ -38,7 +41,7 @@ class LoraView:
 
 
 @torch.no_grad()
-def delta_pull(theta: Tensor, modules: tuple[LoraView, ...], strength: float) -> Tensor:
+def delta_l2_sp(theta: Tensor, modules: tuple[LoraView, ...], strength: float) -> Tensor:
     """Return the gradient of λ Σ ‖s·BA‖²_F with respect to θ [P]; zero outside the LoRA factors.
 
     ∂/∂B = 2λs² B(AAᵀ), and ∂/∂A = 2λs² (BᵀB)A where A is trained.
@@ -55,7 +58,7 @@ def delta_pull(theta: Tensor, modules: tuple[LoraView, ...], strength: float) ->
 
 
 @torch.no_grad()
-def factor_pull(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], strength: float) -> Tensor:
+def factor_l2_sp(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], strength: float) -> Tensor:
     """Return the gradient 2λ(θ − θ₀) of λ‖θ − θ₀‖² on the LoRA factors [P]; zero elsewhere."""
     gradient = torch.zeros_like(theta)
     for module in modules:
@@ -65,11 +68,19 @@ def factor_pull(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], str
     return gradient
 
 
-def pull(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], settings: TrainingSettings, step: int) -> Tensor:
-    """Return what the alignment adds to the gradient at `step` (from 0): [P], zero if there is no alignment."""
+def l2_sp(theta: Tensor, start: Tensor, modules: tuple[LoraView, ...], settings: TrainingSettings, step: int) -> Tensor:
+    """Return what the alignment adds to the gradient at `step` (from 0): [P], zero if there is no alignment.
+
+    Args:
+        theta: The trainable vector [P].
+        start: θ₀ [P], where the training began.
+        modules: Where the LoRA factors lie in θ.
+        settings: λ with its warm-up, and what it acts on.
+        step: Logical step, from 0.
+    """
     strength = scheduled(settings.alignment, step, settings.alignment_warmup_steps)
     if strength == 0.0:
         return torch.zeros_like(theta)
     if settings.alignment_on == "delta":
-        return delta_pull(theta, modules, strength)
-    return factor_pull(theta, start, modules, strength)
+        return delta_l2_sp(theta, modules, strength)
+    return factor_l2_sp(theta, start, modules, strength)

@@ -31,7 +31,11 @@ def release_spec_of(base: Base, plans: Sequence[PartyPlan]) -> ReleaseSpec:
             frozen_a[adapter_key(module, "lora_A")] = shared_a(seed, module, (lora.rank, width_in))
     return ReleaseSpec(
         parties={
-            plan.party: PartyTerms(head=start_head(base, plan), mechanism=_terms(plan), epsilon=plan.privacy.epsilon)
+            plan.party: PartyTerms(
+                head=start_head(base, label_descriptions(plan.source), plan.training.head),
+                mechanism=_terms(plan),
+                epsilon=plan.privacy.epsilon,
+            )
             for plan in plans
         },
         base_sha256=base.sha256,
@@ -52,10 +56,10 @@ def _terms(plan: PartyPlan) -> dict[str, Any]:
         "sharpness": training.sharpness,
         "ascent_sampling": training.ascent_sampling,
         "privacy_unit": privacy.unit,
-        "task": task_name(plan),
+        "task": task_name(plan.party, plan.source),
         "labels": list(label_descriptions(plan.source)),
         "training": public_settings(plan),
-        "noise_seed": noise_origin(plan),
+        "noise_seed": noise_origin(plan.privacy),
     }
     subspace = training.subspace
     if subspace is not None:  # what else its description must say follows from the training settings

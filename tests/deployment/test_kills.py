@@ -93,7 +93,8 @@ def undisturbed(federation, tmp_path_factory) -> dict[str, bytes]:
     assert in_child(lambda: run(federation, out, "new"), out) == 0
     for party in federation.parties:  # what the accountant has computed here, every later child finds computed
         statement = json.loads((out / "releases" / party.name / "statement.json").read_text())
-        cross_check(make_mechanism(party_plan(federation, party.name), statement["num_coordinates"]))
+        plan = party_plan(federation, party.name)
+        cross_check(make_mechanism(plan.privacy, plan.training, statement["num_coordinates"]))
         check_statement(statement)
     return release_files(out / "merged")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dpmerge.common.config.federation import TrainingSettings
 from dpmerge.common.privacy.mechanism import Mechanism
-from dpmerge.common.training.alignment import LoraView, pull
+from dpmerge.common.training.alignment import LoraView, l2_sp
 from dpmerge.common.training.optimizer import make_optimizer, scheduled
 from dpmerge.server.merging.adapters.deltas import LowRankDelta
 
@@ -40,7 +40,7 @@ def noise_share(mechanism: Mechanism, training: TrainingSettings, modules: Mappi
     if training.subspace is None:
         start, lora = torch.zeros(stop), tuple(views)
         return min(
-            1.0, _walk(mechanism, training, stop, lambda x, step: pull(x, start, lora, training, step)) / observed
+            1.0, _walk(mechanism, training, stop, lambda x, step: l2_sp(x, start, lora, training, step)) / observed
         )
     stiffness = _stiffness(training, views)
 

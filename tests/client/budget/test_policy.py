@@ -249,7 +249,7 @@ def test_a_ledger_of_another_name_or_place_is_found_out(tmp_path, change):
     told = "has no ledger" if change == "renamed" else "is bound to"
     for opened in (
         lambda: open_account(plan_of(tmp_path, data), BASE, tmp_path, policy),
-        lambda: account_of(plan_of(tmp_path, data), tmp_path, policy),
+        lambda: account_of("shop", plan_of(tmp_path, data).source, tmp_path, policy),
     ):
         with pytest.raises(
             DpmergeError, match=f"DPM-504: .*{told}.*{name}" if told == "is bound to" else f"DPM-504: .*{name}.*{told}"
