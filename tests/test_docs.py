@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 TOPS = ("common", "client", "server", "simulations", "cli")
 ROOMS = sorted({path.parent for top in TOPS for path in (ROOT / top).rglob("__init__.py")})
 
@@ -27,16 +30,47 @@ def test_prose_is_wrapped_at_a_hundred_columns(page):
     assert [line for line in prose(page) if len(line) > 100 and " " in line.strip()[:99]] == []
 
 
+def test_no_paragraph_of_the_readme_is_longer_than_four_lines():
+    blocks = re.split(r"\n\n|\n(?=- )", "\n".join(prose(ROOT / "README.md")))
+    assert [block for block in blocks if len(block.strip().splitlines()) > 4] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_names_is_there(page):
-    named = re.findall(rf"`((?:{'|'.join(TOPS)}|docs|benchmarks|examples|tests)/[\w./-]+)", page.read_text("utf-8"))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    named = re.findall(
+        rf"(?<![\w/.<>-])((?:{'|'.join(TOPS)}|docs|benchmarks|examples|tests)/[\w./-]*\w)",
+        page.read_text("utf-8").replace("NAME", "*"),
+    )
+    assert [name for name in named if not list(ROOT.glob(f"{name}*"))] == []
+    assert [name for name in named if name.endswith((".py", ".md", ".toml")) and not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_name_that_a_page_gives_with_its_file_is_in_it(page):
+    for name, symbol in re.findall(r"`([\w./-]+\.py):(\w+)`", page.read_text("utf-8")):
+        assert re.search(rf"^\s*(?:def |class )?{symbol}\b", (ROOT / name).read_text("utf-8"), re.MULTILINE), symbol
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_module_that_a_page_imports_is_there(page):
+    for dotted in re.findall(r"\bdpmerge\.((?:\w+\.)*\w+)", page.read_text("utf-8")):
+        module = ROOT / dotted.replace(".", "/")
+        assert module.is_dir() or any(place.with_suffix(".py").exists() for place in (module, module.parent)), dotted
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
-    links = re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text("utf-8"))
-    assert [link for link in links if not (page.parent / link).exists()] == []
+    links = re.findall(r"\]\(([^)#:]*)(?:#([\w-]*))?\)", page.read_text("utf-8"))
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    assert [
+        (link, part) for link, part in links if part and part not in parts(page.parent / link if link else page)
+    ] == []
+
+
+def parts(page: Path) -> set[str]:
+    """Return the names by which a page's headings are linked to, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_architecture_shows_every_room():
