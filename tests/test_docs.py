@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TOPS = ("common", "client", "server", "simulations", "cli")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 ROOMS = sorted({path.parent for top in TOPS for path in (ROOT / top).rglob("__init__.py")})
 
 
@@ -73,9 +75,28 @@ def parts(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_architecture_shows_every_room():
-    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    assert [room.name for room in ROOMS if f"{room.name}/" not in page] == []
+def test_the_architecture_has_a_row_for_every_room_and_says_where_to_start():
+    lines = [line.split("|")[1:-1] for line in ARCHITECTURE.splitlines() if line.startswith("| `")]
+    starts = {room: cells[3] for cells in lines if len(cells) == 4 for room in re.findall(r"`([\w/]+)/`", cells[0])}
+    assert starts.keys() >= {str(room.relative_to(ROOT)) for room in ROOMS} - {"common", "client", "server"}
+    for room, cell in starts.items():
+        places = (ROOT / room, (ROOT / room).parent)
+        assert all(any((place / file).exists() for place in places) for file in re.findall(r"`([\w.]+)`", cell)), room
+
+
+def test_the_picture_of_the_rooms_has_the_order_of_the_import_contracts():
+    picture = ARCHITECTURE.split("**The rooms.**")[1].split("`client` and")[0]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    rooms = [contract for contract in contracts if contract["name"].startswith("the rooms of")]
+    assert len(rooms) == 4
+    for contract in rooms:
+        top = contract["containers"][0].rpartition(".")[2]
+        heading = f"\n    {top}/" if top in TOPS else f"{top}/:"
+        drawn = re.split(r"\n    \w|merging/:", picture.split(heading)[1])[0]
+        layers = [re.findall(rf"\b(?:{'|'.join(layer.split(' | '))})\b", drawn) for layer in contract["layers"]]
+        found = re.findall(rf"\b(?:{'|'.join(name for layer in layers for name in layer)})\b", drawn)
+        assert found == [name for layer in layers for name in layer], top
+        assert len(found) >= len(layers), top
 
 
 @pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
