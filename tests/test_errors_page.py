@@ -24,7 +24,7 @@ def test_each_code_has_a_paragraph_and_an_example(section):
 
 
 def test_the_code_base_raises_no_other_code():
-    folders = ("common", "client", "server", "simulations")
+    folders = ("common", "client", "server", "simulations", "cli")
     used = {
         code
         for folder in folders
