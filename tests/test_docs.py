@@ -108,6 +108,15 @@ def test_a_room_says_what_lives_there_and_where_to_start(room):
     assert [name for name in named if not (room / name).resolve().exists()] == []
 
 
+def test_the_glossary_defines_each_word_once_and_cites_what_the_code_cites():
+    glossary = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+    words = [word for line in re.findall(r"^\*\*(.+?)\.?\*\*", glossary, re.MULTILINE) for word in line.split(", ")]
+    assert len(words) > 40
+    assert len(words) == len(set(words))
+    code = "\n".join(path.read_text("utf-8") for top in TOPS for path in (ROOT / top).rglob("*.py"))
+    assert [number for number in re.findall(r"\d{4}\.\d{5}", glossary) if number not in code] == []
+
+
 def test_rooms_are_small():
     tracked = subprocess.run(["git", "ls-files", *TOPS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     modules = [Path(name) for name in tracked.split() if name.endswith(".py") and not name.endswith("__init__.py")]
