@@ -117,6 +117,22 @@ def test_the_glossary_defines_each_word_once_and_cites_what_the_code_cites():
     assert [number for number in re.findall(r"\d{4}\.\d{5}", glossary) if number not in code] == []
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_every_page_leads_to_the_words(page):
+    assert page.name == "glossary.md" or "glossary.md" in page.read_text("utf-8")
+
+
+def test_the_chart_of_the_readme_has_the_numbers_of_its_table():
+    table = [line.split() for line in (ROOT / "README.md").read_text("utf-8").splitlines() if "±" in line][:6]
+    values = [[float(row[i - 1]) for i, cell in enumerate(row) if cell.startswith("±")] for row in table]
+    chart = (ROOT / "docs" / "images" / "report.svg").read_text("utf-8")
+    ticks = re.findall(r'L [\d.]+ ([\d.]+) \n" clip-path[^>]*stroke-opacity: 0.15', chart)  # lines at 0, 20, …, 100
+    bottom, top = float(ticks[0]), float(ticks[5])
+    bars = re.findall(r'd="M [\d.]+ ([\d.]+) \nL [\d.]+ \1 \nL [\d.]+ ([\d.]+) \nL [\d. ]+\nz\n" clip', chart)
+    heights = [round(100 * (float(foot) - float(head)) / (bottom - top), 1) for foot, head in bars]
+    assert heights == [value for column in zip(*values, strict=True) for value in column]
+
+
 def test_rooms_are_small():
     tracked = subprocess.run(["git", "ls-files", *TOPS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     modules = [Path(name) for name in tracked.split() if name.endswith(".py") and not name.endswith("__init__.py")]
