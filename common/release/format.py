@@ -51,7 +51,13 @@ PEFT_PREFIX = "base_model.model."  # before a module's name in the keys of `adap
 
 MAX_CARD_BYTES = 1 << 16
 MAX_PICTURE_BYTES = 1 << 26
-_MAX_BYTES = {ADAPTER: MAX_FOLDER_BYTES, HEAD: MAX_FOLDER_BYTES, README: MAX_CARD_BYTES, PICTURE: MAX_PICTURE_BYTES}
+_MAX_BYTES = {
+    ADAPTER: MAX_FOLDER_BYTES,
+    MODULES: MAX_FOLDER_BYTES,
+    HEAD: MAX_FOLDER_BYTES,
+    README: MAX_CARD_BYTES,
+    PICTURE: MAX_PICTURE_BYTES,
+}
 
 
 def _scale(value: Any, path: str) -> None:

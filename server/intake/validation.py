@@ -71,7 +71,7 @@ class ReleaseSpec:
         parties: Terms by party; nobody else may send.
         base_sha256: Hash of the base model and its tokenizer.
         adapter_config: PEFT's settings, compared by value and JSON kind. What only one side names must be at PEFT's
-            default, and a setting that `merging/settings.py` does not hold is refused.
+            default, and a setting that `server/merging/adapters/settings.py` does not hold is refused.
         shapes: Tensor key → shape; exactly these keys.
         shared_a: Tensor key → the frozen A that all parties share, compared bit for bit; empty when A is trained.
         max_bytes: Bound on the sum of all files.

@@ -32,6 +32,7 @@ from dpmerge.common.release.format import (
     release_from_files,
     release_hash,
     to_files,
+    write_files,
     write_release,
 )
 from dpmerge.common.untrusted.parsing import MAX_HEADER_BYTES, MAX_JSON_BYTES, ReleaseRefused, parse_json, parse_tensors
@@ -346,3 +347,9 @@ def test_a_card_and_its_picture_are_read_past_and_change_no_hash(tmp_path: Path,
     (tmp_path / "shop" / "explain.svg").write_text("<svg/>")
     assert read_release(tmp_path / "shop").party == "shop"
     assert release_hash(release_files(tmp_path / "shop")) == before
+
+
+def test_large_modules_of_a_merged_model_are_read_as_they_were_written(tmp_path):
+    files = {"modules.safetensors": bytes(3 << 20), "merge.json": b"{}"}
+    write_files(tmp_path / "merged", files)
+    assert release_files(tmp_path / "merged") == files
