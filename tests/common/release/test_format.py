@@ -350,6 +350,7 @@ def test_a_card_and_its_picture_are_read_past_and_change_no_hash(tmp_path: Path,
 
 
 def test_large_modules_of_a_merged_model_are_read_as_they_were_written(tmp_path):
-    files = {"modules.safetensors": bytes(3 << 20), "merge.json": b"{}"}
+    names = ("adapter_config.json", "adapter_model.safetensors", "head.safetensors", "merge.json")
+    files = {"modules.safetensors": bytes(3 << 20)} | dict.fromkeys(names, b"{}")
     write_files(tmp_path / "merged", files)
     assert release_files(tmp_path / "merged") == files
