@@ -5,8 +5,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from dpmerge.common.errors import DpmergeError
 
@@ -131,20 +131,30 @@ def real_folder(path: Path, *, mode: int = 0o777) -> Path:
     return path
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file that a user named, behind a link too, to read its bytes; on a pipe one could wait for ever.
+class NotRegular(OSError):
+    """What is opened is a folder, a pipe, a device: nothing that has bytes and an end."""
+
+
+def open_regular(path: Path, *, links: bool = True) -> FileIO:
+    """Open a regular file to read its bytes, unbuffered; on a pipe one could wait for ever.
+
+    Args:
+        path: The file.
+        links: Follow a link at the file's own place; what it leads to is held to the same.
 
     Raises:
-        OSError: If it is no regular file, or cannot be opened.
+        NotRegular: If it is no regular file.
+        OSError: If it cannot be opened; ELOOP for a link that is not followed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
+        return FileIO(descriptor)
     os.close(descriptor)
     if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotRegular(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise NotRegular(errno.EINVAL, "it is no regular file", str(path))
 
 
 def append_file(path: Path, text: str, *, mode: int = 0o600) -> None:

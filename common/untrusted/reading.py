@@ -2,14 +2,13 @@
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from dpmerge.common.errors import DpmergeError
-from dpmerge.common.files import naming
+from dpmerge.common.files import NotRegular, naming, open_regular
 
 MAX_FOLDER_BYTES = 1 << 30
 """Of the files of one folder that is read into memory; an adapter to be merged is left on disk and may have more."""
@@ -31,7 +30,7 @@ class TooLarge(DpmergeError):
 
 
 @contextmanager
-def opened(path: Path, most: int, *, links: bool = False) -> Iterator[BinaryIO]:
+def opened(path: Path, most: int, *, links: bool = False) -> Iterator[FileIO]:
     """Open a regular file of at most so many bytes, unbuffered; neither waits for a writer nor follows a link.
 
     Args:
@@ -46,20 +45,17 @@ def opened(path: Path, most: int, *, links: bool = False) -> Iterator[BinaryIO]:
         OSError: If it cannot be opened.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
+        file = open_regular(path, links=links)
     except OSError as problem:
         if not links and path.is_symlink():
             raise NoPlainFile(path, "is a link") from None
-        if problem.errno == errno.ENXIO:  # a socket, or a device that is not there
+        if isinstance(problem, NotRegular) or problem.errno == errno.ENXIO:  # a socket, or a device that is not there
             raise NoPlainFile(path) from None
         raise
-    about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode):
-        os.close(descriptor)
-        raise NoPlainFile(path)
-    with naming(path), os.fdopen(descriptor, "rb", buffering=0) as file:
-        if about.st_size > most:
-            raise TooLarge(path, str(about.st_size), most)
+    with naming(path), file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise TooLarge(path, str(size), most)
         yield file
 
 
