@@ -16,6 +16,7 @@ from dpmerge.client.party import preparation
 from dpmerge.client.party.party import read_training, run_party
 from dpmerge.client.subspace import basis_cache
 from dpmerge.client.training import train as train_module
+from dpmerge.client.training.train import Classifier
 from dpmerge.common.config.federation import SubspaceSettings, parse_federation, party_plan
 from dpmerge.common.encoder.base_model import load_base
 from dpmerge.common.errors import DpmergeError
@@ -65,6 +66,29 @@ def plan(product_files):
 
 def release_of(plan, folder, **kwargs):
     return run_party(plan, load_base(plan.base.model), folder, **kwargs)
+
+
+class Mixing(Classifier):
+    """Every example's scores know the others'."""
+
+    def forward(self, hidden, mask):
+        scores = super().forward(hidden, mask)
+        return scores + 0.01 * scores.mean(0)
+
+
+def test_a_model_that_mixes_a_batch_is_refused_before_a_record_is_read(plan, tmp_path, monkeypatch):
+    sound = preparation.party_model
+
+    def mixing(base, plan):
+        made = sound(base, plan)
+        made.classifier.__class__ = Mixing
+        return made
+
+    monkeypatch.setattr(preparation, "party_model", mixing)
+    monkeypatch.setattr(preparation, "_PASSED", set())
+    with pytest.raises(DpmergeError, match=r"DPM-502.*changes with the other examples"):
+        release_of(plan, tmp_path / "a", before_records=lambda: pytest.fail("records were read"))
+    assert not (tmp_path / "a" / "reservation").exists()
 
 
 def test_same_seed_same_bytes_and_another_seed_other_noise(plan, tmp_path):

@@ -75,6 +75,14 @@ def test_a_second_training_beyond_the_cap_never_starts(plan, policy, tmp_path, m
     assert verdict(checks) == "PASS"
 
 
+def test_what_the_cap_leaves_no_room_for_reads_no_record(plan, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(party_module, "read_training", lambda _plan: pytest.fail("records were read"))
+    dearer = replace(plan, privacy=replace(plan.privacy, epsilon=1.5))
+    with pytest.raises(DpmergeError, match=r"DPM-506: data set 'reviews': requested epsilon = 1\.5"):
+        train(dearer, tmp_path / "a", policy)
+    assert [entry["kind"] for entry in policy.ledger_of(policy.datasets[0]).entries()] == ["bound"]
+
+
 def forbidden(plan, policy, what, folder):
     if what == "base model":
         return plan, replace(policy, base_models=frozenset({"0" * 64}))

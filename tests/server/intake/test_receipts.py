@@ -101,3 +101,19 @@ def test_the_same_receipt_again_is_on_disk_again(tmp_path, sent, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     issue(receipts, sent)
     assert {str(tmp_path / "shop.json"), str(tmp_path)} <= set(synced)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "broken link"])
+def test_a_receipt_that_is_no_plain_file_is_not_absent(tmp_path, kind):
+    place = tmp_path / "shop.json"
+    match kind:
+        case "pipe":
+            os.mkfifo(place)
+        case "folder":
+            place.mkdir()
+        case _:
+            place.symlink_to(tmp_path / "nowhere")
+    receipts = Receipts(tmp_path)
+    assert receipts.parties() == {"shop"}
+    with pytest.raises(DpmergeError, match=r"DPM-401: .*shop\.json is (no regular file|a link)"):
+        receipts.find("shop")
